@@ -1,0 +1,53 @@
+#include "adc.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "cpu/parallel.h"
+
+namespace drq {
+namespace {
+
+// Codes per unit of work: large enough to hide the cost of the M*K products, small enough to share out one query.
+constexpr int64_t kBlock = 1 << 15;
+
+template <class Code>
+void lookup_range(const Lookup& job, int64_t begin, int64_t end) {
+  const int64_t blocks = (job.N + kBlock - 1) / kBlock;
+  const Code* codes = static_cast<const Code*>(job.codes);
+  std::vector<float> terms(job.M * job.K);  // fl(scale[m] * table[q, k]) of the current query
+  int64_t current = -1;
+  for (int64_t unit = begin; unit < end; ++unit) {
+    const int64_t q = unit / blocks;
+    if (q != current) {
+      const float* row = job.table + q * job.K;
+      for (int64_t m = 0; m < job.M; ++m)
+        for (int64_t k = 0; k < job.K; ++k) terms[m * job.K + k] = job.scale[m] * row[k];
+      current = q;
+    }
+    const int64_t first = unit % blocks * kBlock;
+    const int64_t last = std::min(first + kBlock, job.N);
+    float* out = job.sums + q * job.N;
+    for (int64_t n = first; n < last; ++n) {
+      const Code* code = codes + n * job.M;
+      const float* level = terms.data();
+      float sum = level[code[0]];
+      for (int64_t m = 1; m < job.M; ++m) sum += (level += job.K)[code[m]];
+      out[n] = sum;
+    }
+  }
+}
+
+}  // namespace
+
+void lookup_cpu(const Lookup& job, int threads) {
+  const int64_t units = job.Q * ((job.N + kBlock - 1) / kBlock);
+  parallel_for(units, threads, [&](int64_t begin, int64_t end) {
+    if (job.wide)
+      lookup_range<int32_t>(job, begin, end);
+    else
+      lookup_range<uint8_t>(job, begin, end);
+  });
+}
+
+}  // namespace drq

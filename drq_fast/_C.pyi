@@ -1,0 +1,13 @@
+"""The compiled extension. Pointers are integers; only `_native.py` calls it."""
+
+compiler: str
+cuda: bool
+
+def lookup_cpu(
+    table: int, scale: int, codes: int, wide: bool, sums: int, Q: int, N: int, K: int, M: int, threads: int
+) -> None: ...
+def lookup_cuda(
+    table: int, scale: int, codes: int, wide: bool, sums: int, Q: int, N: int, K: int, M: int, stream: int
+) -> None: ...
+def cuda_runtime_version() -> int: ...
+def cuda_driver_version() -> int: ...

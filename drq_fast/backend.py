@@ -1,0 +1,107 @@
+"""Which ways to compute exist here, which one is taken, and why not a faster one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from . import _native, checks
+
+BACKENDS = ("torch", "native", "triton")
+OPERATIONS = ("quantize", "distortion", "encode", "decode", "adc", "search")
+
+# (operation, device type) -> the backends that implement it beside "torch", the fastest first.
+FASTER: dict[tuple[str, str], tuple[str, ...]] = {
+    ("decode", "cuda"): ("triton",),
+    ("adc", "cpu"): ("native",),
+    ("adc", "cuda"): ("native",),
+    ("search", "cpu"): ("native",),
+    ("search", "cuda"): ("native",),
+}
+
+_forced: list[str] = []  # by `use_backend`, innermost last
+_warned = False
+
+
+class BackendUnavailable(RuntimeError):
+    """An explicitly requested backend cannot do what was asked of it here."""
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within this context every operation uses backend `name`, or raises BackendUnavailable where it cannot.
+
+    >>> with drq_fast.use_backend("torch"):
+    ...     codes = layer.encode(x)
+    """
+    checks.choice("use_backend", "name", name, BACKENDS)
+    _forced.append(name)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def choose(
+    op: str, device: torch.device, requested: str | None = None, unsupported: str | None = None
+) -> str:
+    """The backend for `op` on `device`: the requested one, or the fastest that works here.
+
+    unsupported: why only "torch" can take the inputs at hand, if so.
+    """
+    explicit = requested or (_forced[-1] if _forced else None) or os.environ.get("DRQ_FAST_BACKEND") or None
+    if explicit is not None:
+        name = "backend" if requested or _forced else "DRQ_FAST_BACKEND"
+        checks.choice(op, name, explicit, BACKENDS)
+        reason = why_not(explicit, op, device.type) or (None if explicit == "torch" else unsupported)
+        if reason is not None:
+            raise BackendUnavailable(f"{op}: backend {explicit!r} cannot be used on {device.type}: {reason}.")
+        return explicit
+    for name in FASTER.get((op, device.type), ()):
+        if unsupported is None and why_not(name, op, device.type) is None:
+            return name
+        if name == "native":
+            _warn_once_if_not_built()
+    return "torch"
+
+
+def why_not(backend: str, op: str, device: str) -> str | None:
+    """The reason why `backend` cannot do `op` on a device of this type, or None if it can."""
+    if backend == "torch":
+        return None
+    interpreted = backend == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if backend not in FASTER.get((op, "cuda" if interpreted else device), ()):
+        return f"it has no {op} for {device}"
+    if backend == "native":
+        return _native.why_not(device)
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    if importlib.util.find_spec("drq_fast.kernels") is None:
+        return "drq_fast.kernels is not installed; run `pip install -e .` in the source tree"
+    return None if interpreted or torch.cuda.is_available() else "torch sees no CUDA device"
+
+
+def table(device: str) -> Iterator[tuple[str, str, str]]:
+    """(operation, backend taken, why not a faster one) for a device type; the third is empty for the fastest."""
+    for op in OPERATIONS:
+        reasons = [] if (op, device) in FASTER else ["nothing faster is written for it"]
+        for name in FASTER.get((op, device), ()):
+            reason = why_not(name, op, device)
+            if reason is None:
+                yield op, name, "; ".join(reasons)
+                break
+            reasons.append(f"{name}: {reason}")
+        else:
+            yield op, "torch", "; ".join(reasons)
+
+
+def _warn_once_if_not_built() -> None:
+    global _warned
+    if _native.extension is None and not _warned:
+        _warned = True
+        warnings.warn(f"drq_fast runs without its native code: {_native.why_not('cpu')}.", stacklevel=4)

@@ -1,0 +1,219 @@
+"""Every check of user input, and all wording of errors: "{op}: {name} must be {expected}, got {actual}."
+
+Nothing here looks at the values of a float tensor unless its name says `finite`: on a GPU that would synchronise.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+METRICS = ("l2", "ip", "cosine")
+MAX_CODEWORDS = 65536
+
+
+def fail(
+    op: str, name: str, expected: str, actual: object, *, error: type[Exception] = ValueError, hint: str = ""
+) -> NoReturn:
+    """Raises the one sentence that every wrong argument gets."""
+    raise error(f"{op}: {name} must be {expected}, got {actual}.{' ' + hint if hint else ''}")
+
+
+def shape_of(tensor: Tensor) -> str:
+    return f"[{', '.join(str(size) for size in tensor.shape)}]"
+
+
+def tensor(op: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        fail(op, name, "a torch.Tensor", type(value).__name__, error=TypeError)
+
+
+def floating(op: str, name: str, value: Any, *, device: torch.device | None = None) -> None:
+    """A float tensor of any shape, on `device` if that is given."""
+    tensor(op, name, value)
+    if not value.is_floating_point():
+        fail(op, name, "a float tensor", value.dtype, error=TypeError)
+    if device is not None and value.device != device:
+        fail(op, name, f"on {device}, as the codebook is", f"a tensor on {value.device}")
+
+
+def codec(op: str, codebook: Any, scale: Any, offset: Any) -> tuple[int, int, int]:
+    """codebook [K, D], scale [M], offset [D] or None, all float and on one device -> (K, D, M)."""
+    floating(op, "codebook", codebook)
+    if codebook.ndim != 2 or not 2 <= codebook.shape[0] <= MAX_CODEWORDS or codebook.shape[1] < 1:
+        fail(op, "codebook", f"[K, D] with K from 2 to {MAX_CODEWORDS} and D >= 1", shape_of(codebook))
+    K, D = codebook.shape
+    floating(op, "scale", scale, device=codebook.device)
+    if scale.ndim != 1 or len(scale) < 1:
+        fail(op, "scale", "[M] with M >= 1", shape_of(scale))
+    if offset is not None:
+        floating(op, "offset", offset, device=codebook.device)
+        if offset.shape != (D,):
+            fail(op, "offset", f"[{D}], one entry per dimension of the codebook", shape_of(offset))
+    return K, D, len(scale)
+
+
+def vectors(op: str, name: str, value: Any, D: int, device: torch.device) -> None:
+    """A float tensor [N, D] on `device`."""
+    floating(op, name, value, device=device)
+    if value.ndim != 2 or value.shape[1] != D:
+        fail(op, name, f"[N, {D}]", shape_of(value))
+
+
+def last_dimension(op: str, name: str, value: Any, D: int, device: torch.device) -> None:
+    """A float tensor [..., D] on `device`."""
+    floating(op, name, value, device=device)
+    if value.ndim < 1 or value.shape[-1] != D:
+        fail(op, name, f"[..., {D}]", shape_of(value))
+
+
+def gamma(op: str, value: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.ndim != 0 or not value.is_floating_point():
+            fail(
+                op,
+                "gamma",
+                "a number or a float tensor without dimensions",
+                f"{value.dtype} {shape_of(value)}",
+            )
+    elif not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        fail(op, "gamma", "a finite number above 0", repr(value))
+
+
+def integer(op: str, name: str, value: Any, low: int, high: int | None = None) -> None:
+    """A Python int (or what acts as one) from `low` to `high`."""
+    expected = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
+    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+        fail(op, name, expected, repr(value), error=TypeError)
+    if value < low or (high is not None and value > high):
+        fail(op, name, expected, value)
+
+
+def levels(op: str, value: Any, M: int) -> int:
+    """A prefix length from 1 to M; None means M."""
+    if value is None:
+        return M
+    integer(op, "levels", value, 1, M)
+    return int(value)
+
+
+def choice(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        fail(op, name, f"one of {', '.join(map(repr, allowed))}", repr(value))
+
+
+def level_weights(op: str, value: Any, M: int) -> tuple[float, ...] | None:
+    """M finite numbers that are not negative, at least one above 0, as a tuple; None stays None."""
+    if value is None:
+        return None
+    try:
+        weights = tuple(float(v) for v in value)
+    except (TypeError, ValueError):
+        fail(op, "level_weights", f"{M} numbers", repr(value), error=TypeError)
+    if len(weights) != M or not all(math.isfinite(v) and v >= 0 for v in weights) or sum(weights) <= 0:
+        fail(op, "level_weights", f"{M} finite numbers >= 0, not all of them 0", weights)
+    return weights
+
+
+def weights(op: str, value: Any) -> tuple[float, float, float]:
+    """Three finite numbers that are not negative: of the hard, the soft and the joint error."""
+    try:
+        a, b, c = (float(v) for v in value)
+    except (TypeError, ValueError):
+        fail(op, "weights", "three numbers (hard, soft, joint)", repr(value), error=TypeError)
+    if not all(math.isfinite(v) and v >= 0 for v in (a, b, c)):
+        fail(op, "weights", "finite numbers >= 0", (a, b, c))
+    return a, b, c
+
+
+def codes(op: str, value: Any, K: int, M: int, device: torch.device, *, name: str = "codes") -> None:
+    """Integers [N, 1..M] in 0..K-1 on `device`. Looks at the values unless the dtype already bounds them."""
+    integers(op, name, value)
+    if value.device != device:
+        fail(op, name, f"on {device}, as the codebook is", f"a tensor on {value.device}")
+    if value.ndim != 2 or not 1 <= value.shape[1] <= M:
+        fail(op, name, f"[N, levels] with 1 to {M} levels", shape_of(value))
+    code_range(op, value, K, name=name)
+
+
+def integers(op: str, name: str, value: Any) -> None:
+    tensor(op, name, value)
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        fail(op, name, "an integer tensor", value.dtype, error=TypeError)
+
+
+def code_range(op: str, value: Tensor, K: int, *, name: str = "codes") -> None:
+    """Every code in 0..K-1."""
+    if value.numel() == 0 or (value.dtype == torch.uint8 and K == 256) or torch.compiler.is_compiling():
+        return
+    low, high = (int(bound) for bound in torch.aminmax(value))
+    if low < 0 or high >= K:
+        fail(op, name, f"in 0..{K - 1}", f"values from {low} to {high}")
+
+
+def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
+    """A tensor, or a numpy array as one without copying; of floats, or of integers."""
+    if isinstance(value, np.ndarray):
+        if value.dtype == np.uint16:  # torch can hold it but not index by it
+            value = value.astype(np.int32)
+        try:
+            with (
+                warnings.catch_warnings()
+            ):  # read-only arrays, such as memory maps, are never written to here
+                warnings.simplefilter("ignore", UserWarning)
+                value = torch.from_numpy(value)
+        except (TypeError, ValueError) as error:
+            fail(op, name, "an array that torch can read", f"{value.dtype} ({error})", error=TypeError)
+    if not isinstance(value, Tensor):
+        fail(op, name, "a torch.Tensor or a numpy array", type(value).__name__, error=TypeError)
+    if integer:
+        integers(op, name, value)
+    else:
+        floating(op, name, value)
+    return value
+
+
+def in_kind(result: Tensor, like: Any) -> Any:
+    """The result as what the user came with: a tensor, or a numpy array."""
+    return result.cpu().numpy() if isinstance(like, np.ndarray) else result
+
+
+def norms(op: str, value: Any, N: int, device: torch.device) -> None:
+    if value is None:
+        return
+    floating(op, "norms", value, device=device)
+    if value.shape != (N,):
+        fail(op, "norms", f"[{N}], one per code", shape_of(value))
+
+
+def mask(op: str, value: Any, N: int, device: torch.device) -> None:
+    if value is None:
+        return
+    tensor(op, "keep", value)
+    if value.dtype != torch.bool:
+        fail(op, "keep", "a bool tensor", value.dtype, error=TypeError)
+    if value.shape != (N,):
+        fail(op, "keep", f"[{N}], one per code", shape_of(value))
+    if value.device != device:
+        fail(op, "keep", f"on {device}, as the codebook is", f"a tensor on {value.device}")
+
+
+def finite(op: str, name: str, value: Tensor) -> None:
+    """No NaN and no infinity. Reads the whole tensor, some rows at a time."""
+    rows_read = 0
+    for part in value.split(1 << 16) if value.ndim else (value,):
+        good = torch.isfinite(part)
+        if not bool(good.all()):
+            where = (
+                f" in row {rows_read + int((~good.flatten(1)).any(dim=1).nonzero()[0])}"
+                if value.ndim > 1
+                else ""
+            )
+            fail(op, name, "finite", f"NaN or infinity{where}")
+        rows_read += len(part) if value.ndim else 0

@@ -1,0 +1,79 @@
+"""The `drq-fast` command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import platform
+import sys
+from typing import Any
+
+import torch
+
+from . import __version__, _native, backend
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="drq-fast", description="Deep Recurrent Quantization.")
+    parser.add_argument("--version", action="version", version=f"drq_fast {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    info = commands.add_parser(
+        "info",
+        help="what is installed, which backend does what, and why not a faster one",
+        epilog="example: drq-fast info --json",
+    )
+    info.add_argument("--json", action="store_true", help="the same for scripts")
+    options = parser.parse_args(arguments)
+    facts = collect_info()
+    print(json.dumps(facts, indent=2) if options.json else format_info(facts))
+    return 0
+
+
+def collect_info() -> dict[str, Any]:
+    """Versions, the state of the native code and of CUDA, and the backend of every operation on every device."""
+    versions = _native.cuda_versions()
+    native = _native.extension
+    return {
+        "drq_fast": __version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
+        "native": _native.why_not("cpu") if native is None else f"built with {native.compiler}",
+        "cuda": {
+            "in the extension": f"runtime {versions[0]}" if versions else "not built",
+            "driver": versions[1] if versions else "unknown (it is the extension that asks)",
+            "in torch": torch.version.cuda or "not built",
+            "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
+        "backends": {
+            device: [{"operation": op, "backend": taken, "why not": reason} for op, taken, reason in rows]
+            for device, rows in ((d, backend.table(d)) for d in ("cpu", "cuda"))
+        },
+    }
+
+
+def format_info(facts: dict[str, Any]) -> str:
+    """The facts of `collect_info` as text."""
+    lines = [
+        f"{name:9} {facts[name] or 'not installed'}"
+        for name in ("drq_fast", "python", "machine", "torch", "triton", "native")
+    ]
+    cuda = facts["cuda"]
+    lines.append(
+        f"{'CUDA':9} extension: {cuda['in the extension']}; driver: {cuda['driver']}; torch: {cuda['in torch']}"
+    )
+    lines.append(f"{'GPUs':9} {', '.join(cuda['devices']) or 'none'}")
+    lines += ["", f"{'operation':12}{'device':8}{'backend':9}why not a faster one"]
+    for device, rows in facts["backends"].items():
+        lines += [
+            f"{row['operation']:12}{device:8}{row['backend']:9}{row['why not']}".rstrip() for row in rows
+        ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Codes as bits: `levels * ceil(log2 K)` of them, level 0 first, so that the first bits of a code are the shorter code."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import checks
+
+_ROWS = 1 << 16  # vectors whose single bits are held in memory at a time
+
+
+def bits(codewords: int, levels: int = 1) -> int:
+    """Length in bits of a code of `levels` levels, each one of `codewords` choices.
+
+    >>> bits(256, levels=4)
+    32
+    """
+    checks.integer("bits", "codewords", codewords, 2, checks.MAX_CODEWORDS)
+    checks.integer("bits", "levels", levels, 1)
+    return levels * (codewords - 1).bit_length()
+
+
+def packed_bytes(codewords: int, levels: int) -> int:
+    """Bytes that one packed code takes."""
+    return (bits(codewords, levels) + 7) // 8
+
+
+def pack(codes: Tensor, codewords: int) -> Tensor:
+    """codes [..., M] of any integer dtype -> uint8 [..., packed_bytes(codewords, M)].
+
+    The highest bit of level 0 is the highest bit of byte 0, and so on; the last byte is filled up with zeros.
+
+    >>> pack(torch.tensor([[5, 2, 7]]), codewords=8)
+    tensor([[170, 128]], dtype=torch.uint8)
+    """
+    width = bits(codewords)
+    checks.integers("pack", "codes", codes)
+    if codes.ndim < 1 or codes.shape[-1] < 1:
+        checks.fail("pack", "codes", "[..., M] with M >= 1", checks.shape_of(codes))
+    checks.code_range("pack", codes, codewords)
+    if width == 8:
+        return codes.to(torch.uint8, copy=True)
+    M = codes.shape[-1]
+    flat = codes.reshape(-1, M)
+    packed = torch.empty(len(flat), packed_bytes(codewords, M), dtype=torch.uint8, device=codes.device)
+    shifts = torch.arange(width - 1, -1, -1, device=codes.device)
+    for rows in torch.arange(len(flat)).split(_ROWS):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        single = ((flat[part, :, None].to(torch.int32) >> shifts) & 1).flatten(1).to(torch.uint8)
+        single = torch.nn.functional.pad(single, (0, 8 * packed.shape[1] - M * width))
+        packed[part] = _bytes(single)
+    return packed.reshape(*codes.shape[:-1], -1)
+
+
+def unpack(packed: Tensor, codewords: int, levels: int) -> Tensor:
+    """uint8 [..., bytes] as `pack` made them -> codes [..., levels], uint8 for K <= 256, else int32.
+
+    `levels` may be fewer than were packed; bytes beyond them are not looked at.
+
+    >>> unpack(torch.tensor([[170, 128]], dtype=torch.uint8), codewords=8, levels=2)
+    tensor([[5, 2]], dtype=torch.uint8)
+    """
+    width, needed = bits(codewords), packed_bytes(codewords, levels)
+    _check_packed("unpack", packed, needed)
+    dtype = torch.uint8 if codewords <= 256 else torch.int32
+    flat = packed[..., :needed].reshape(-1, needed)
+    codes = torch.empty(len(flat), levels, dtype=dtype, device=packed.device)
+    weights = 1 << torch.arange(width - 1, -1, -1, dtype=torch.int32, device=packed.device)
+    for rows in torch.arange(len(flat)).split(_ROWS):
+        part = slice(int(rows[0]), int(rows[-1]) + 1)
+        single = _single_bits(flat[part])[:, : levels * width].unflatten(1, (levels, width))
+        codes[part] = (single * weights).sum(dim=2).to(dtype)
+    checks.code_range("unpack", codes, codewords, name="packed codes")
+    return codes.reshape(*packed.shape[:-1], levels)
+
+
+def cut(packed: Tensor, codewords: int, levels: int) -> Tensor:
+    """The packed codes [..., bytes] shortened to their first `levels` levels, as if packed at that length.
+
+    >>> cut(torch.tensor([[170, 128]], dtype=torch.uint8), codewords=8, levels=1)
+    tensor([[160]], dtype=torch.uint8)
+    """
+    needed = packed_bytes(codewords, levels)
+    _check_packed("cut", packed, needed)
+    short = packed[..., :needed].clone()
+    spare = 8 * needed - bits(codewords, levels)
+    short[..., -1] &= 0xFF << spare & 0xFF
+    return short
+
+
+def _check_packed(op: str, packed: Tensor, needed: int) -> None:
+    checks.tensor(op, "packed", packed)
+    if packed.dtype != torch.uint8:
+        checks.fail(op, "packed", "a uint8 tensor", packed.dtype, error=TypeError)
+    if packed.ndim < 1 or packed.shape[-1] < needed:
+        checks.fail(op, "packed", f"[..., {needed}] or longer for that many levels", checks.shape_of(packed))
+
+
+def _bytes(single: Tensor) -> Tensor:
+    """Bits [N, 8 B], highest first -> bytes [N, B]."""
+    groups = single.unflatten(1, (-1, 8))
+    out = groups[..., 0].clone()
+    for i in range(1, 8):
+        out = (out << 1) | groups[..., i]
+    return out
+
+
+def _single_bits(packed: Tensor) -> Tensor:
+    """Bytes [N, B] -> bits [N, 8 B], highest first."""
+    shifts = torch.arange(7, -1, -1, dtype=torch.uint8, device=packed.device)
+    return ((packed[:, :, None] >> shifts) & 1).flatten(1)

@@ -1,0 +1,122 @@
+"""Files that are whole or not there: safetensors with a version and a checksum per tensor, replaced atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+FORMAT_VERSION = 1
+
+
+class FileError(ValueError):
+    """A file that cannot be read as what it was asked to be: foreign, newer, truncated or corrupted."""
+
+
+def write(
+    path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], config: dict[str, Any]
+) -> None:
+    """Writes `tensors` and the JSON-able `config` to `path`; until the last moment an old file there stays as it was."""
+    target = Path(path)
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    header = {
+        "kind": f"drq_fast.{kind}",
+        "version": str(FORMAT_VERSION),
+        "config": json.dumps(config, sort_keys=True),
+        "checksums": json.dumps({name: checksum(tensor) for name, tensor in tensors.items()}, sort_keys=True),
+    }
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    try:
+        try:
+            save_file(tensors, temporary, metadata=header)
+            _sync(temporary)
+            os.replace(temporary, target)
+            _sync(target.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except (OSError, SafetensorError) as error:
+        raise OSError(f"save: {target} cannot be written: {error}.") from error
+
+
+def read(
+    path: str | os.PathLike[str], kind: str, *, mmap: bool = False, unchecked: Iterable[str] = ()
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
+    """(tensors, config, checksums) of a file of this kind, or FileError in one sentence.
+
+    Every tensor is verified against its checksum except those named in `unchecked`. With `mmap` tensors stay on disk
+    until they are used.
+    """
+    target = Path(path)
+    try:
+        with safe_open(target, framework="pt") as file:
+            header = file.metadata() or {}
+            _check_header(target, kind, header)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+    except SafetensorError as error:
+        raise FileError(f"load: {target} is not a whole safetensors file ({error}).") from error
+    except OSError as error:
+        raise OSError(f"load: {target} cannot be read: {error.strerror or error}.") from error
+    try:
+        config, checksums = json.loads(header["config"]), json.loads(header["checksums"])
+        if (
+            not isinstance(config, dict)
+            or not isinstance(checksums, dict)
+            or checksums.keys() != tensors.keys()
+        ):
+            raise ValueError
+    except (KeyError, ValueError) as error:
+        raise FileError(f"load: {target} is corrupted (its header does not describe its tensors).") from error
+    if not mmap:
+        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
+    skipped = frozenset(unchecked)
+    for name, tensor in tensors.items():
+        if name not in skipped:
+            verify(target, name, tensor, checksums[name])
+    return tensors, config, checksums
+
+
+def verify(path: Path, name: str, tensor: Tensor, expected: str) -> None:
+    """FileError unless the tensor's bytes have the checksum that was stored with them."""
+    if checksum(tensor) != expected:
+        raise FileError(f"load: {path} is corrupted (checksum of {name!r} does not match).")
+
+
+def checksum(tensor: Tensor) -> str:
+    """BLAKE2b of the bytes, dtype and shape of a CPU tensor."""
+    digest = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=16)
+    if tensor.numel():
+        digest.update(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _check_header(path: Path, kind: str, header: dict[str, str]) -> None:
+    found = header.get("kind", "")
+    if not found.startswith("drq_fast."):
+        raise FileError(f"load: {path} was not written by drq_fast.")
+    if found != f"drq_fast.{kind}":
+        raise FileError(f"load: {path} holds a {found.removeprefix('drq_fast.')}, not a {kind}.")
+    version = header.get("version", "")
+    if not version.isdecimal():
+        raise FileError(f"load: {path} is corrupted (its version is {version!r}).")
+    if int(version) > FORMAT_VERSION:
+        raise FileError(
+            f"load: {path} has format version {version}, newer than the {FORMAT_VERSION} that this drq_fast reads; "
+            "upgrade drq_fast."
+        )
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

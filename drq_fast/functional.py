@@ -1,0 +1,222 @@
+"""The operations without objects: check, choose a backend, compute. No arithmetic here.
+
+x [N, D] vectors, codebook [K, D], scale [M], codes [N, M] of any integer dtype, offset [D] or None. Every function
+takes `backend=None`: "torch", "native" or "triton" is used or raises BackendUnavailable; None takes the fastest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from . import _native, checks, reference
+from . import backend as _backend
+from .reference import Distortion, Quantized, SearchResult
+
+__all__ = [
+    "Distortion",
+    "Quantized",
+    "SearchResult",
+    "adc",
+    "decode",
+    "distortion",
+    "encode",
+    "quantize",
+    "search",
+]
+
+
+def quantize(
+    x: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    gamma: float | Tensor,
+    offset: Tensor | None = None,
+    backend: str | None = None,
+) -> Quantized:
+    """Soft and hard approximation of x: Quantized(soft [N, D], hard [N, D], codes [N, M] int64); differentiable.
+
+    >>> soft, hard, codes = quantize(x, codebook, scale, gamma=1.0)
+    """
+    _, D, _ = checks.codec("quantize", codebook, scale, offset)
+    checks.vectors("quantize", "x", x, D, codebook.device)
+    checks.gamma("quantize", gamma)
+    _backend.choose("quantize", x.device, backend)
+    return reference.quantize(x, codebook, scale, gamma=gamma, offset=offset)
+
+
+def distortion(
+    x: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    gamma: float | Tensor,
+    offset: Tensor | None = None,
+    backend: str | None = None,
+) -> Distortion:
+    """Errors after each level: Distortion(hard [N, M], soft [N, M], joint [N, M], codes [N, M] int64); differentiable.
+
+    hard and soft are L2 norms ||x - xhat_m|| and ||x - xsoft_m||, joint is ||xsoft_m - xhat_m||^2.
+
+    >>> loss = distortion(x, codebook, scale, gamma=1.0).hard.sum(dim=1).mean()
+    """
+    _, D, _ = checks.codec("distortion", codebook, scale, offset)
+    checks.vectors("distortion", "x", x, D, codebook.device)
+    checks.gamma("distortion", gamma)
+    _backend.choose("distortion", x.device, backend)
+    return reference.distortion(x, codebook, scale, gamma=gamma, offset=offset)
+
+
+def encode(
+    x: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    beam: int = 1,
+    level_weights: Sequence[float] | Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Codes [N, M] of x, uint8 for K <= 256, else int32. A wider beam finds better codes and takes longer.
+
+    level_weights [M]: how much the error after each level counts when a beam compares codes; None counts all alike.
+
+    >>> codes = encode(x, codebook, scale, beam=16)
+    """
+    _, D, M = checks.codec("encode", codebook, scale, offset)
+    checks.vectors("encode", "x", x, D, codebook.device)
+    checks.integer("encode", "beam", beam, 1)
+    weights = checks.level_weights("encode", level_weights, M)
+    _backend.choose("encode", x.device, backend)
+    omega = None if weights is None else torch.tensor(weights, device=x.device)
+    return reference.encode(x, codebook, scale, offset=offset, beam=beam, level_weights=omega)
+
+
+def decode(
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    levels: int | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """The vectors [N, D] that codes [N, M] stand for, from their first `levels` levels; differentiable.
+
+    >>> x_hat = decode(codes, codebook, scale, levels=2)
+    """
+    K, _, M = checks.codec("decode", codebook, scale, offset)
+    checks.codes("decode", codes, K, M, codebook.device)
+    length = checks.levels("decode", levels, codes.shape[1])
+    if _backend.choose("decode", codebook.device, backend, _unsupported(codebook, scale, offset)) == "triton":
+        from .kernels.decode import decode as decode_triton
+
+        return decode_triton(codes[:, :length], codebook, scale, offset)
+    return reference.decode(codes, codebook, scale, offset=offset, levels=length)
+
+
+def adc(
+    query: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    metric: str = "l2",
+    levels: int | None = None,
+    norms: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """Scores [Q, N] of all codes [N, M] for queries [Q, D] that are not quantized themselves; differentiable.
+
+    "l2" is the squared distance (less is better), "ip" the inner product, "cosine" the cosine (more is better).
+    norms [N]: ||xhat||^2 for l2, ||offset + xhat||^2 for cosine, at the requested length; computed where absent.
+
+    >>> scores = adc(query, codes, codebook, scale, metric="ip", levels=2)
+    """
+    length = _check_search("adc", query, codes, codebook, scale, offset, metric, levels, norms)
+    lookup = _choose_lookup("adc", backend, query, codebook, scale, offset, norms)
+    return reference.adc(
+        query, codes, codebook, scale, offset=offset, metric=metric, levels=length, norms=norms, lookup=lookup
+    )
+
+
+def search(
+    query: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    k: int,
+    offset: Tensor | None = None,
+    metric: str = "l2",
+    levels: int | None = None,
+    norms: Tensor | None = None,
+    keep: Tensor | None = None,
+    backend: str | None = None,
+) -> SearchResult:
+    """The k best of codes [N, M] for each query [Q, D]: SearchResult(scores [Q, k], positions [Q, k] int64).
+
+    Order: (score, position), so equal scores come oldest first on every backend. keep [N] bool: the positions to look
+    at. Where fewer than k remain: position -1 and score +inf (l2) or -inf. Scores are differentiable in the query.
+
+    >>> scores, positions = search(query, codes, codebook, scale, k=10)
+    """
+    length = _check_search("search", query, codes, codebook, scale, offset, metric, levels, norms)
+    checks.integer("search", "k", k, 1)
+    checks.mask("search", keep, len(codes), codebook.device)
+    lookup = _choose_lookup("search", backend, query, codebook, scale, offset, norms)
+    return reference.search(
+        query,
+        codes,
+        codebook,
+        scale,
+        k=k,
+        offset=offset,
+        metric=metric,
+        levels=length,
+        norms=norms,
+        keep=keep,
+        lookup=lookup,
+    )
+
+
+def _check_search(
+    op: str,
+    query: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    offset: Tensor | None,
+    metric: str,
+    levels: int | None,
+    norms: Tensor | None,
+) -> int:
+    K, D, M = checks.codec(op, codebook, scale, offset)
+    checks.vectors(op, "query", query, D, codebook.device)
+    checks.codes(op, codes, K, M, codebook.device)
+    checks.choice(op, "metric", metric, checks.METRICS)
+    checks.norms(op, norms, len(codes), codebook.device)
+    return checks.levels(op, levels, codes.shape[1])
+
+
+def _choose_lookup(op: str, backend: str | None, *inputs: Tensor | None) -> reference.Lookup:
+    query = inputs[0]
+    assert query is not None
+    unsupported = _unsupported(*inputs)
+    if any(t is not None and t.dtype == torch.float64 for t in inputs):
+        unsupported = "it computes in float32, and an input is float64"
+    taken = _backend.choose(op, query.device, backend, unsupported)
+    return _native.lookup if taken == "native" else reference.lookup
+
+
+def _unsupported(*inputs: Tensor | None) -> str | None:
+    """Why no compiled kernel may be used for these inputs, if so."""
+    if torch.compiler.is_compiling():
+        return "torch.compile cannot trace it"
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        return "it gives no gradient, and an input requires one"
+    return None

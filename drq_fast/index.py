@@ -1,0 +1,362 @@
+"""Index: codes in memory, searched at any prefix length, with stable ids."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from . import checks, files, fit, functional, reference
+from .codes import bits
+from .quantizer import Array, RecurrentQuantizer
+
+_SCORES = 1 << 24  # scores [queries, N] held in memory at a time
+_MAX_ID = (1 << 62) - 1
+
+
+class IndexResult(NamedTuple):
+    """scores [Q, k], best first, and ids [Q, k] int64, -1 where there were fewer than k; in kind with the query."""
+
+    scores: Any
+    ids: Any
+
+
+class Index:
+    """Codes of many vectors, searched by queries that are not quantized themselves.
+
+    metric: "l2" (squared distance, less is better), "ip" (inner product) or "cosine". The codec's parameters are copied
+    when the index is made, so training the layer further does not change it. Everything takes torch or numpy and
+    answers in kind.
+
+    >>> index = Index(layer, metric="l2")
+    >>> ids = index.add(x)
+    >>> scores, ids = index.search(query, k=10, levels=2)
+    """
+
+    def __init__(
+        self, layer: RecurrentQuantizer, metric: str = "l2", device: torch.device | str | None = None
+    ) -> None:
+        if not isinstance(layer, RecurrentQuantizer):
+            checks.fail("Index", "layer", "a RecurrentQuantizer", type(layer).__name__, error=TypeError)
+        layer._require_initialised("Index")
+        checks.choice("Index", "metric", metric, checks.METRICS)
+        place = layer.codebook.device if device is None else torch.device(device)
+        self._set_codec(
+            codebook=layer.codebook.detach().to(place, torch.float32, copy=True),
+            scale=layer.scale.detach().to(place, torch.float32, copy=True),
+            offset=None
+            if layer.offset is None
+            else layer.offset.detach().to(place, torch.float32, copy=True),
+        )
+        checks.finite("Index", "codebook", self.codebook)
+        self.metric, self.level_weights = metric, layer.level_weights
+        self._codes = torch.empty(0, self.levels, dtype=self._storage, device=place)
+        self._ids = torch.empty(0, dtype=torch.int64, device=place)
+        self._alive = torch.empty(0, dtype=torch.bool, device=place)
+        self._size = 0  # rows in use, removed ones among them
+        self._removed = 0
+        self._next_id = 0
+        self._norms: dict[int, Tensor] = {}  # by length, of all rows in use
+        self._unverified: tuple[Path, str] | None = None  # file of the codes and their checksum
+
+    def _set_codec(self, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> None:
+        self.codebook, self.scale, self.offset = codebook, scale, offset
+        self.codewords, self.dim = codebook.shape
+        self.levels = len(scale)
+        # Two-byte codes lie in int16 bit for bit: torch's uint16 has hardly any operations.
+        self._storage = torch.uint8 if self.codewords <= 256 else torch.int16
+
+    def __len__(self) -> int:
+        return self._size - self._removed
+
+    def __repr__(self) -> str:
+        return (
+            f"Index({len(self)} vectors of {self.dim} dimensions in {self.bits} bits, metric={self.metric!r})"
+        )
+
+    @property
+    def bits(self) -> int:
+        """Length of a full code in bits."""
+        return bits(self.codewords, self.levels)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are and the search runs."""
+        return self.codebook.device
+
+    @property
+    def ids(self) -> Tensor:
+        """All ids in the index [len], oldest first."""
+        return self._ids[: self._size][self._alive[: self._size]]
+
+    @property
+    def codes(self) -> Tensor:
+        """All codes in the index [len, levels], oldest first, uint8 for K <= 256, else int32."""
+        return self._wide(self._codes[: self._size][self._alive[: self._size]])
+
+    def encode(self, x: Array, beam: int = 1) -> Array:
+        """x [N, dim] -> codes [N, levels], uint8 for K <= 256, else int32."""
+        values = self._vectors("encode", "x", x)
+        return checks.in_kind(self._encode(values, beam), x)
+
+    def add(self, x: Array, ids: Array | Iterable[int] | None = None, *, beam: int = 1) -> Array:
+        """Encodes x [N, dim] and stores the codes; returns their ids [N] int64, in kind.
+
+        ids: unique, not negative and not in the index; by default the numbers after the highest ever used, so that a
+        removed id is never given to another vector.
+        """
+        values = self._vectors("add", "x", x)
+        checks.finite("add", "x", values)
+        return checks.in_kind(self._append("add", self._encode(values, beam), ids), x)
+
+    def add_codes(self, codes: Array, ids: Array | Iterable[int] | None = None) -> Array:
+        """Stores codes [N, levels] that `encode` made; returns their ids as `add` does."""
+        values = checks.array("add_codes", "codes", codes, integer=True).to(self.device)
+        checks.codes("add_codes", values, self.codewords, self.levels, self.device)
+        if values.shape[1] != self.levels:
+            checks.fail("add_codes", "codes", f"[N, {self.levels}]", checks.shape_of(values))
+        return checks.in_kind(self._append("add_codes", values, ids), codes)
+
+    def search(
+        self,
+        query: Array,
+        k: int = 10,
+        levels: int | None = None,
+        keep: Array | Iterable[int] | None = None,
+    ) -> IndexResult:
+        """The k best for each query [Q, dim] (or [dim]): IndexResult(scores [Q, k], ids [Q, k]).
+
+        levels: use only the first so many levels of every code. keep: only these ids, or a bool array indexed by id;
+        ids that are not in the index are passed over. Equal scores come oldest first. Where fewer than k vectors
+        remain: id -1 and score +inf (l2) or -inf.
+        """
+        single = getattr(query, "ndim", 2) == 1
+        values = self._vectors("search", "query", query[None] if single else query)
+        checks.finite("search", "query", values)
+        checks.integer("search", "k", k, 1)
+        length = checks.levels("search", levels, self.levels)
+        rows = self._alive[: self._size]
+        if keep is not None:
+            rows = rows & self._kept(keep)
+        scores, positions = self._scan(values, k, length, None if bool(rows.all()) else rows)
+        ids = positions if self._size == 0 else self._ids[positions.clamp_min(0)].where(positions >= 0, -1)
+        if single:
+            scores, ids = scores[0], ids[0]
+        return IndexResult(checks.in_kind(scores, query), checks.in_kind(ids, query))
+
+    def remove(self, ids: Array | Iterable[int]) -> None:
+        """Takes vectors out by id. All ids must be in the index, else nothing is removed."""
+        wanted = self._as_ids("remove", ids)
+        positions = self._positions(wanted)
+        missing = wanted[positions < 0]
+        if len(missing):
+            checks.fail("remove", "ids", "in the index", f"{int(missing[0])}, which is not")
+        self._alive[positions] = False
+        self._removed += len(positions)
+        if self._removed > self._size // 2:
+            self._compact()
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes codes, ids and codec to one safetensors file, atomically."""
+        tensors = {
+            "codebook": self.codebook,
+            "scale": self.scale,
+            "codes": self._codes[: self._size][self._alive[: self._size]],
+            "ids": self.ids,
+        }
+        if self.offset is not None:
+            tensors["offset"] = self.offset
+        config = {"metric": self.metric, "level_weights": self.level_weights, "next_id": self._next_id}
+        files.write(path, "index", tensors, config)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], mmap: bool = False, device: torch.device | str | None = None
+    ) -> Index:
+        """The index that `save` wrote. With `mmap` codes stay on disk until they are searched and are verified only by
+        `verify()`; everything else is always verified."""
+        unchecked = ("codes",) if mmap else ()
+        tensors, config, checksums = files.read(path, "index", mmap=mmap, unchecked=unchecked)
+        index = cls.__new__(cls)
+        try:
+            index._restore(tensors, config, torch.device("cpu" if device is None else device))
+            if not mmap:
+                checks.code_range("load", index._wide(index._codes), index.codewords)
+        except (KeyError, TypeError, ValueError) as error:
+            raise files.FileError(f"load: {path} does not describe an index ({error}).") from error
+        index._unverified = (Path(path), checksums["codes"]) if mmap else None
+        return index
+
+    def verify(self) -> None:
+        """After an mmap load: reads all codes and raises FileError if they are not what was saved.
+
+        Adding to such an index, or compacting it after many removals, verifies it first.
+        """
+        if self._unverified is not None:
+            path, expected = self._unverified
+            files.verify(path, "codes", self._codes.cpu(), expected)
+            checks.code_range("verify", self._wide(self._codes), self.codewords)
+            self._unverified = None
+
+    def _restore(self, tensors: dict[str, Tensor], config: dict[str, Any], device: torch.device) -> None:
+        codebook, scale = tensors["codebook"], tensors["scale"]
+        offset, codes, ids = tensors.get("offset"), tensors["codes"], tensors["ids"]
+        K, _, M = checks.codec("load", codebook, scale, offset)
+        for name in ("codebook", "scale", "offset"):
+            if name in tensors:
+                checks.finite("load", name, tensors[name])
+        self._set_codec(codebook.to(device), scale.to(device), None if offset is None else offset.to(device))
+        if codes.dtype != self._storage or codes.ndim != 2 or codes.shape[1] != M:
+            checks.fail(
+                "load", "codes", f"{self._storage} [N, {M}]", f"{codes.dtype} {checks.shape_of(codes)}"
+            )
+        if ids.dtype != torch.int64 or ids.shape != codes.shape[:1]:
+            checks.fail("load", "ids", f"torch.int64 [{len(codes)}]", f"{ids.dtype} {checks.shape_of(ids)}")
+        checks.choice("load", "metric", config["metric"], checks.METRICS)
+        self.metric = config["metric"]
+        self.level_weights = checks.level_weights("load", config["level_weights"], M)
+        checks.integer("load", "next_id", config["next_id"], 0)
+        self._next_id = config["next_id"]
+        self._codes, self._ids, self._size = codes.to(device), ids.to(device, copy=True), len(codes)
+        self._alive, self._removed = torch.ones(len(codes), dtype=torch.bool, device=device), 0
+        self._norms = {}
+        distinct = ids.unique()
+        if len(distinct) != len(ids) or (
+            len(ids) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self._next_id
+        ):
+            checks.fail("load", "ids", f"unique and in 0..{self._next_id - 1}", "others")
+
+    def _vectors(self, op: str, name: str, value: Any) -> Tensor:
+        values = checks.array(op, name, value)
+        if values.ndim != 2 or values.shape[1] != self.dim:
+            checks.fail(op, name, f"[N, {self.dim}]", checks.shape_of(values))
+        return values
+
+    def _encode(self, x: Tensor, beam: int) -> Tensor:
+        checks.integer("encode", "beam", beam, 1)
+        return fit.encode(x, self.codebook, self.scale, self.offset, beam, self.level_weights)
+
+    def _append(self, op: str, codes: Tensor, ids: Any) -> Tensor:
+        """Stores checked codes; the arrays double when they are full, so that adding one is O(1) on average."""
+        if ids is None:
+            new_ids = torch.arange(self._next_id, self._next_id + len(codes), device=self.device)
+        else:
+            new_ids = self._new_ids(op, ids, len(codes))
+        self.verify()
+        end = self._size + len(codes)
+        if end > len(self._codes):
+            capacity = max(end, 2 * len(self._codes))
+            self._codes = _grown(self._codes, self._size, capacity)
+            self._ids = _grown(self._ids, self._size, capacity)
+            self._alive = _grown(self._alive, self._size, capacity)
+        self._codes[self._size : end] = codes.to(self._storage)
+        self._ids[self._size : end] = new_ids
+        self._alive[self._size : end] = True
+        self._size = end
+        self._norms.clear()
+        if len(new_ids):
+            self._next_id = max(self._next_id, int(new_ids.max()) + 1)
+        return new_ids.clone()
+
+    def _new_ids(self, op: str, ids: Any, count: int) -> Tensor:
+        new_ids = self._as_ids(op, ids)
+        if len(new_ids) != count:
+            checks.fail(op, "ids", f"{count} numbers, one per vector", len(new_ids))
+        taken = new_ids[self._positions(new_ids) >= 0]
+        if len(taken):
+            checks.fail(op, "ids", "new", f"{int(taken[0])}, which is in the index already")
+        return new_ids
+
+    def _as_ids(self, op: str, ids: Any) -> Tensor:
+        """User's ids as int64 [n]: in 0.._MAX_ID, no number twice."""
+        value = ids if isinstance(ids, (Tensor, np.ndarray)) else torch.tensor(list(ids), dtype=torch.int64)
+        values = checks.array(op, "ids", value, integer=True).to(self.device, torch.int64)
+        if values.ndim != 1:
+            checks.fail(op, "ids", "[n]", checks.shape_of(values))
+        for bound in torch.aminmax(values) if len(values) else ():
+            checks.integer(op, "ids", int(bound), 0, _MAX_ID)
+        ordered = values.sort().values
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(twice):
+            checks.fail(op, "ids", "unique", f"{int(twice[0])} more than once")
+        return values
+
+    def _positions(self, ids: Tensor) -> Tensor:
+        """The row of each id [n], -1 where it is not in the index."""
+        rows = self._alive[: self._size].nonzero().squeeze(1)
+        if len(rows) == 0:
+            return torch.full_like(ids, -1)
+        stored = self._ids[rows]
+        if bool((stored[1:] < stored[:-1]).any()):
+            stored, order = stored.sort()
+            rows = rows[order]
+        place = torch.searchsorted(stored, ids).clamp_max(len(stored) - 1)
+        return torch.where(stored[place] == ids, rows[place], -1)
+
+    def _kept(self, keep: Any) -> Tensor:
+        """The user's filter as a bool mask over rows [size]."""
+        flags = (
+            keep if isinstance(keep, (Tensor, np.ndarray)) else torch.tensor(list(keep), dtype=torch.int64)
+        )
+        flags = torch.as_tensor(flags).to(self.device)
+        if flags.dtype != torch.bool:
+            checks.integers("search", "keep", flags)
+            return torch.isin(self._ids[: self._size], flags)
+        if flags.ndim != 1 or len(flags) < self._next_id:
+            checks.fail("search", "keep", f"[{self._next_id}] or longer, one per id", checks.shape_of(flags))
+        return flags[self._ids[: self._size]]
+
+    def _scan(self, query: Tensor, k: int, length: int, keep: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(scores [Q, k], rows [Q, k]) by blocks of queries, so that memory stays bounded."""
+        codes = self._wide(self._codes[: self._size, :length])
+        checks.code_range("search", codes, self.codewords)
+        norms = self._squared_norms(codes) if self.metric != "ip" else None
+        step = max(1, _SCORES // max(1, len(codes)))
+        scores = torch.empty(len(query), k, device=self.device)
+        rows = torch.empty(len(query), k, dtype=torch.int64, device=self.device)
+        for first in tqdm(range(0, len(query), step), desc="search", delay=2, disable=None, leave=False):
+            block = slice(first, min(first + step, len(query)))
+            scores[block], rows[block] = functional.search(
+                query[block].to(self.device, torch.float32),
+                codes,
+                self.codebook,
+                self.scale,
+                k=k,
+                offset=self.offset,
+                metric=self.metric,
+                norms=norms,
+                keep=keep,
+            )
+        return scores, rows
+
+    def _squared_norms(self, codes: Tensor) -> Tensor:
+        """What `functional.search` takes as norms, for all rows; kept until rows are added or moved."""
+        length = codes.shape[1]
+        if length not in self._norms:
+            offset = self.offset if self.metric == "cosine" else None
+            self._norms[length] = reference.squared_norms(codes, self.codebook, self.scale, offset)
+        return self._norms[length]
+
+    def _wide(self, codes: Tensor) -> Tensor:
+        """Stored codes as numbers 0..K-1: uint8 as they are, two-byte codes as int32."""
+        return codes if codes.dtype == torch.uint8 else codes.to(torch.int32) & 0xFFFF
+
+    def _compact(self) -> None:
+        """Drops the removed rows; the others keep their order."""
+        self.verify()
+        rows = self._alive[: self._size].nonzero().squeeze(1)
+        self._codes, self._ids, self._alive = self._codes[rows], self._ids[rows], self._alive[rows]
+        self._size, self._removed = len(rows), 0
+        self._norms.clear()
+
+
+def _grown(tensor: Tensor, used: int, capacity: int) -> Tensor:
+    grown = torch.empty(capacity, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+    grown[:used] = tensor[:used]
+    return grown

@@ -1,0 +1,314 @@
+"""RecurrentQuantizer: the drop-in layer. M levels of residual quantization with one shared codebook."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from . import checks, files, fit, functional
+from .codes import bits
+
+# gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2).
+GAMMA_C = 2.0
+
+Array = TypeVar("Array", Tensor, np.ndarray)
+
+
+class QuantizerOutput(NamedTuple):
+    """quantized [..., D] (None with reconstruct=False), codes [..., levels] int64, loss: a scalar to minimise."""
+
+    quantized: Tensor | None
+    codes: Tensor
+    loss: Tensor
+
+
+class RecurrentQuantizer(nn.Module):
+    """Vectors [..., dim] to codes of `levels` numbers below `codewords`, any prefix of which is a code itself.
+
+    scale "shared": level m is scaled by w**m, w learned; "per_level": levels - 1 free factors. offset: learn a vector
+    that is subtracted first. gamma: sharpness of the soft assignment, None takes it from the data. weights: of the
+    errors (hard, soft, joint) in the loss; level_weights [levels]: of the levels in each. joint "gap" is |E_h - E_s|,
+    "mse" the squared distance of the two approximations. init "kmeans" starts from the first training batch.
+    gradient: what reaches x through `quantized`. docs/design.md says more, docs/math.md defines every term.
+
+    >>> layer = RecurrentQuantizer(dim=2048, codewords=256, levels=4)
+    >>> quantized, codes, loss = layer(x)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        codewords: int = 256,
+        levels: int = 4,
+        *,
+        scale: str = "shared",
+        offset: bool = True,
+        gamma: float | None = None,
+        joint: str = "gap",
+        weights: Sequence[float] = (1.0, 1.0, 1.0),
+        level_weights: Sequence[float] | None = None,
+        init: str = "kmeans",
+        gradient: str = "straight_through",
+    ) -> None:
+        super().__init__()
+        op = "RecurrentQuantizer"
+        checks.integer(op, "dim", dim, 1)
+        checks.integer(op, "codewords", codewords, 2, checks.MAX_CODEWORDS)
+        checks.integer(op, "levels", levels, 1)
+        checks.choice(op, "scale", scale, ("shared", "per_level"))
+        checks.choice(op, "joint", joint, ("gap", "mse"))
+        checks.choice(op, "init", init, ("kmeans", "random"))
+        checks.choice(op, "gradient", gradient, ("straight_through", "soft"))
+        if gamma is not None:
+            checks.gamma(op, gamma)
+        self.dim, self.codewords, self.levels = int(dim), int(codewords), int(levels)
+        self.joint, self.init, self.gradient = joint, init, gradient
+        self.weights = checks.weights(op, weights)
+        self.level_weights = checks.level_weights(op, level_weights, levels)
+        self.fixed_gamma = None if gamma is None else float(gamma)
+
+        self.codebook = nn.Parameter(torch.randn(codewords, dim) / math.sqrt(dim))
+        self.w = nn.Parameter(torch.tensor(0.7)) if scale == "shared" else None
+        self.free_scale = nn.Parameter(0.7 ** torch.arange(1.0, levels)) if scale == "per_level" else None
+        self.offset = nn.Parameter(torch.zeros(dim)) if offset else None
+        self.gamma: Tensor
+        self.register_buffer("gamma", torch.tensor(1.0 if gamma is None else float(gamma)))
+        # The Python bool is what forward looks at; the buffer carries it through state_dict.
+        self.initialised = init == "random" and not offset and gamma is not None
+        self._initialised: Tensor
+        self.register_buffer("_initialised", torch.tensor(self.initialised))
+
+    @property
+    def scale(self) -> Tensor:
+        """The factor of each level, [levels]."""
+        if self.w is not None:
+            return self.w ** torch.arange(self.levels, device=self.w.device)
+        assert self.free_scale is not None
+        return torch.cat([self.free_scale.new_ones(1), self.free_scale])
+
+    @property
+    def bits(self) -> int:
+        """Length of a full code in bits; `levels` parts of equal length make it up."""
+        return bits(self.codewords, self.levels)
+
+    def forward(self, x: Tensor, *, levels: int | None = None, reconstruct: bool = True) -> QuantizerOutput:
+        """x [..., dim] -> (quantized [..., dim], codes [..., levels] int64, loss scalar).
+
+        quantized has the values of the decoded codes and the gradient chosen by `gradient`. `levels` runs fewer levels;
+        `reconstruct=False` leaves `quantized` out, which is cheaper where only codes and loss are needed. The first
+        forward in training mode initialises the layer from x (see `initialise`).
+        """
+        op = "RecurrentQuantizer"
+        checks.last_dimension(op, "x", x, self.dim, self.codebook.device)
+        L = checks.levels(op, levels, self.levels)
+        flat = x.reshape(-1, self.dim)
+        if not self.initialised:
+            self._initialise_in_forward(flat)
+        scale = self.scale[:L]
+        codec = {"gamma": self.gamma, "offset": self.offset}
+        errors = functional.distortion(flat, self.codebook, scale, **codec)
+        codes = errors.codes.reshape(*x.shape[:-1], L)
+        if not reconstruct:
+            return QuantizerOutput(None, codes, self._loss(errors))
+        with torch.no_grad():
+            hard = functional.decode(errors.codes, self.codebook, scale, offset=self.offset).to(x.dtype)
+        through = flat
+        if self.gradient == "soft":
+            through = functional.quantize(flat, self.codebook, scale, **codec).soft
+        quantized = hard + (through - through.detach())  # adds an exact zero that carries the gradient
+        return QuantizerOutput(quantized.reshape(x.shape), codes, self._loss(errors))
+
+    def _loss(self, errors: functional.Distortion) -> Tensor:
+        """weights . (E_h, E_s, E_j), each per vector, averaged over the batch; 0 for an empty batch."""
+        hard, soft = errors.hard, errors.soft
+        if self.level_weights is not None:
+            omega = hard.new_tensor(self.level_weights[: hard.shape[1]])
+            hard, soft = hard * omega, soft * omega
+        e_hard, e_soft = hard.sum(dim=1), soft.sum(dim=1)
+        e_joint = (e_hard - e_soft).abs() if self.joint == "gap" else errors.joint[:, -1]
+        a, b, c = self.weights
+        return (a * e_hard + b * e_soft + c * e_joint).sum() / max(len(e_hard), 1)
+
+    @torch.no_grad()
+    def encode(self, x: Array, beam: int = 1) -> Array:
+        """x [..., dim], torch or numpy -> codes [..., levels] in kind, uint8 for K <= 256, else int32; in bounded memory.
+
+        >>> codes = layer.encode(x, beam=16)
+        """
+        self._require_initialised("encode")
+        values = checks.array("encode", "x", x)
+        if values.ndim < 1 or values.shape[-1] != self.dim:
+            checks.fail("encode", "x", f"[..., {self.dim}]", checks.shape_of(values))
+        checks.integer("encode", "beam", beam, 1)
+        codes = fit.encode(
+            values.reshape(-1, self.dim), self.codebook, self.scale, self.offset, beam, self.level_weights
+        )
+        return checks.in_kind(codes.reshape(*values.shape[:-1], self.levels), x)
+
+    @torch.no_grad()
+    def decode(self, codes: Array, levels: int | None = None) -> Array:
+        """codes [..., M], torch or numpy -> vectors [..., dim] in kind, from the first `levels` levels.
+
+        >>> x_hat = layer.decode(codes, levels=2)
+        """
+        self._require_initialised("decode")
+        values = checks.array("decode", "codes", codes, integer=True).to(self.codebook.device)
+        if values.ndim < 1 or not 1 <= values.shape[-1] <= self.levels:
+            checks.fail("decode", "codes", f"[..., 1 to {self.levels} levels]", checks.shape_of(values))
+        flat = values.reshape(-1, values.shape[-1])
+        x_hat = functional.decode(flat, self.codebook, self.scale, offset=self.offset, levels=levels)
+        return checks.in_kind(x_hat.reshape(*values.shape[:-1], self.dim), codes)
+
+    @torch.no_grad()
+    def initialise(self, x: Tensor, *, seed: int | None = None) -> None:
+        """Sets offset, codebook, scale and gamma from x [..., dim]: what `offset`, `init` and `gamma` leave to the data.
+
+        Deterministic given `seed` (or torch's global one). With torch.distributed it runs on rank 0 and is broadcast,
+        so every rank must call it.
+        """
+        checks.last_dimension("initialise", "x", x, self.dim, self.codebook.device)
+        x = x.detach().reshape(-1, self.dim).float()
+        if len(x) == 0:
+            checks.fail("initialise", "x", "at least one vector", "none")
+        checks.finite("initialise", "x", x)
+        self._on_rank_zero(lambda: self._initialise(x, seed))
+        self.initialised = True
+
+    def _initialise(self, x: Tensor, seed: int | None) -> None:
+        omega = None if self.level_weights is None else x.new_tensor(self.level_weights)
+        if self.init == "kmeans":
+            codec = fit.start(
+                x, self.codewords, self.levels, offset=self.offset is not None, omega=omega, seed=seed
+            )
+            self.codebook.copy_(codec.codebook)
+            if self.w is not None:
+                self.w.fill_(codec.w)
+            elif self.free_scale is not None:
+                self.free_scale.copy_(codec.w ** torch.arange(1, self.levels))
+        if self.offset is not None:
+            self.offset.copy_(x.mean(dim=0))
+        if self.fixed_gamma is None:
+            self.gamma.fill_(self._suggested_gamma(x))
+        self._initialised.fill_(True)
+
+    def _suggested_gamma(self, x: Tensor) -> float:
+        """GAMMA_C / mean gap between the best and the second best codeword of level 0."""
+        sample = x[: 1 << 12] if self.offset is None else x[: 1 << 12] - self.offset.float()
+        best_two = torch.cdist(sample, self.codebook.float()).topk(2, dim=1, largest=False).values
+        gap = float((best_two[:, 1] - best_two[:, 0]).mean())
+        return GAMMA_C / gap if gap > 0 else 1.0
+
+    def usage(self, codes: Tensor) -> Tensor:
+        """How often each codeword appears at each level of codes [..., levels]: counts [levels, codewords] int64.
+
+        >>> dead = layer.usage(codes).sum(dim=0) == 0
+        """
+        checks.integers("usage", "codes", codes)
+        flat = codes.reshape(-1, codes.shape[-1])
+        checks.codes("usage", flat, self.codewords, self.levels, codes.device)
+        columns = flat.unbind(dim=1)
+        return torch.stack([torch.bincount(c.long(), minlength=self.codewords) for c in columns])
+
+    @torch.no_grad()
+    def revive(self, x: Tensor, *, seed: int | None = None) -> int:
+        """Replaces codewords that no vector of x [..., dim] uses by badly approximated rows of x; returns how many.
+
+        Call it now and then from the training loop. With torch.distributed rank 0 decides and broadcasts.
+        """
+        self._require_initialised("revive")
+        checks.last_dimension("revive", "x", x, self.dim, self.codebook.device)
+        x = x.detach().reshape(-1, self.dim).float()
+        checks.finite("revive", "x", x)
+        before = self.codebook.detach().clone()
+        if len(x):
+            self._on_rank_zero(lambda: self._revive(x, seed))
+        return int((self.codebook != before).any(dim=1).sum())
+
+    def _revive(self, x: Tensor, seed: int | None) -> None:
+        generator = torch.Generator()
+        generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+        x = x if self.offset is None else x - self.offset.float()
+        codebook, scale = self.codebook.float(), self.scale.float()
+        codes = fit.encode(x, codebook, scale)
+        self.codebook.copy_(fit.revive(x, codes, codebook, scale, generator))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes parameters and constructor arguments to a safetensors file, atomically."""
+        self._require_initialised("save")
+        files.write(path, "quantizer", dict(self.state_dict()), self._config())
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike[str], device: torch.device | str | None = None
+    ) -> RecurrentQuantizer:
+        """The layer that `save` wrote, in eval mode and on `device` (CPU by default)."""
+        tensors, config, _ = files.read(path, "quantizer")
+        try:
+            layer = cls(**config)
+            layer.load_state_dict(tensors)
+            for name, tensor in tensors.items():
+                checks.finite("load", name, tensor)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise files.FileError(f"load: {path} does not describe a quantizer ({error}).") from error
+        return layer.to(device).eval()
+
+    def _config(self) -> dict[str, Any]:
+        return {
+            "dim": self.dim,
+            "codewords": self.codewords,
+            "levels": self.levels,
+            "scale": "shared" if self.w is not None else "per_level",
+            "offset": self.offset is not None,
+            "gamma": self.fixed_gamma,
+            "joint": self.joint,
+            "weights": self.weights,
+            "level_weights": self.level_weights,
+            "init": self.init,
+            "gradient": self.gradient,
+        }
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._config().items())
+
+    def _initialise_in_forward(self, x: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            raise RuntimeError("RecurrentQuantizer: call layer.initialise(x) before a compiled forward.")
+        if not self.training:
+            self._require_initialised("forward")
+        self.initialise(x)
+
+    def _require_initialised(self, op: str) -> None:
+        if not self.initialised:
+            raise RuntimeError(
+                f"{op}: the layer has not seen data yet; call layer.initialise(x), train it or load its weights first."
+            )
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self.initialised = bool(self._initialised)
+
+    def _on_rank_zero(self, update: Callable[[], None]) -> None:
+        """Runs `update` on rank 0 and broadcasts parameters and buffers; if it fails there, it fails everywhere."""
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            return update()
+        failure: Exception | None = None
+        if dist.get_rank() == 0:
+            try:
+                update()
+            except Exception as error:
+                failure = error
+        failed = torch.tensor(float(failure is not None), device=self.codebook.device)
+        dist.broadcast(failed, src=0)
+        if failure is not None:
+            raise failure
+        if bool(failed):
+            raise RuntimeError("RecurrentQuantizer: initialising or reviving failed on rank 0.")
+        for tensor in [*self.parameters(), *self.buffers()]:
+            dist.broadcast(tensor.detach(), src=0)

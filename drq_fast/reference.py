@@ -1,0 +1,320 @@
+"""Every operation in plain torch: the definition that all other code is measured against, and the "torch" backend.
+
+Symbols are the paper's: x [N, D] vectors, codebook [K, D], scale [M] one factor per level, gamma the sharpness of
+the soft assignment, codes [N, M], offset [D] or None. Arguments are taken as checked (see `functional`). 16-bit
+floats are computed in float32, autocast is off inside. docs/math.md has the formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import reduce
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+# (table [Q, K], codes [N, M], scale [M]) -> sums [Q, N]: `lookup` below, or compiled code that gives the same bits.
+Lookup = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Quantized(NamedTuple):
+    """soft [N, D] and hard [N, D] approximations of x, codes [N, M] int64."""
+
+    soft: Tensor
+    hard: Tensor
+    codes: Tensor
+
+
+class Distortion(NamedTuple):
+    """Errors after each level: hard [N, M] = ||x - xhat_m||, soft [N, M] = ||x - xsoft_m||,
+    joint [N, M] = ||xsoft_m - xhat_m||^2; codes [N, M] int64."""
+
+    hard: Tensor
+    soft: Tensor
+    joint: Tensor
+    codes: Tensor
+
+
+class SearchResult(NamedTuple):
+    """scores [Q, k], best first, and positions [Q, k] int64: rows of the codes, -1 where there were fewer than k."""
+
+    scores: Tensor
+    positions: Tensor
+
+
+class _Level(NamedTuple):
+    codes: Tensor  # [N]
+    hard: Tensor  # [N, D]
+    soft: Tensor  # [N, D]
+
+
+def quantize(
+    x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None = None
+) -> Quantized:
+    """Soft and hard approximation of x [N, D] by M levels, and the codes; differentiable."""
+    with torch.autocast(x.device.type, enabled=False):
+        h, codebook, scale, offset = _centred(x, codebook, scale, offset)
+        levels = list(_levels(h, codebook, scale, gamma))
+        shift = 0 if offset is None else offset
+        soft = sum((level.soft for level in levels), torch.zeros_like(h)) + shift
+        hard = sum((level.hard for level in levels), torch.zeros_like(h)) + shift
+        return Quantized(
+            soft.to(x.dtype), hard.to(x.dtype), torch.stack([level.codes for level in levels], dim=1)
+        )
+
+
+def distortion(
+    x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None = None
+) -> Distortion:
+    """The errors of x [N, D] after each of M levels, each [N, M], and the codes; differentiable."""
+    with torch.autocast(x.device.type, enabled=False):
+        h, codebook, scale, _ = _centred(x, codebook, scale, offset)
+        hard_error, soft_error = h, h
+        hard, soft, joint, codes = [], [], [], []
+        for level in _levels(h, codebook, scale, gamma):
+            hard_error = hard_error - level.hard
+            soft_error = soft_error - level.soft
+            hard.append(_norm(hard_error))
+            soft.append(_norm(soft_error))
+            joint.append((hard_error - soft_error).square().sum(dim=1))
+            codes.append(level.codes)
+        return Distortion(*(torch.stack(columns, dim=1) for columns in (hard, soft, joint, codes)))
+
+
+def encode(
+    x: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    beam: int = 1,
+    level_weights: Tensor | None = None,
+) -> Tensor:
+    """Codes [N, M] of x [N, D], uint8 for K <= 256, else int32; greedy, or the best path found by a beam.
+
+    A path is judged by sum_m level_weights[m] * d_m^2; `beam=1` is greedy whatever the weights.
+    """
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+        h, codebook, scale, _ = _centred(x, codebook, scale, offset)
+        if beam == 1:
+            codes = _encode_greedy(h, codebook, scale)
+        else:
+            codes = _encode_beam(h, codebook, scale, beam, level_weights)
+        return codes.to(torch.uint8 if len(codebook) <= 256 else torch.int32)
+
+
+def decode(
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    levels: int | None = None,
+) -> Tensor:
+    """The vectors [N, D] that codes [N, M] stand for, from their first `levels` levels; differentiable."""
+    with torch.autocast(codebook.device.type, enabled=False):
+        wide_codebook, wide_scale, wide_offset = _wide(codebook, scale, offset)
+        columns = codes[:, :levels].unbind(dim=1)
+        x_hat = wide_scale[0] * wide_codebook[columns[0].long()]
+        for m, column in enumerate(columns[1:], start=1):
+            x_hat = x_hat + wide_scale[m] * wide_codebook[column.long()]
+        if wide_offset is not None:
+            x_hat = x_hat + wide_offset
+        return x_hat.to(codebook.dtype)
+
+
+def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """sums [Q, N] = <q, xhat_n>: the terms fl(scale[m] * T[b_m]) added level by level, without fused multiply-add."""
+    sums = (scale[0] * table)[:, codes[:, 0].long()]
+    for m in range(1, codes.shape[1]):
+        sums = sums + (scale[m] * table)[:, codes[:, m].long()]
+    return sums
+
+
+def adc(
+    query: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    metric: str = "l2",
+    levels: int | None = None,
+    norms: Tensor | None = None,
+    lookup: Lookup = lookup,
+) -> Tensor:
+    """Scores [Q, N] of all codes [N, M] for queries [Q, D] that are not quantized themselves; differentiable.
+
+    "l2" is the squared distance (less is better), "ip" the inner product, "cosine" the cosine (more is better).
+    norms [N]: ||xhat||^2 for l2, ||offset + xhat||^2 for cosine, at the requested length; computed where absent.
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        query, codebook, scale, offset, norms = _wide(query, codebook, scale, offset, norms)
+        codes = codes[:, :levels]
+        scale = scale[: codes.shape[1]]
+        if metric == "l2" and offset is not None:
+            query = query - offset
+        sums = lookup(query @ codebook.T, codes, scale)  # <q, xhat>
+        if metric == "l2":
+            norms = squared_norms(codes, codebook, scale) if norms is None else norms
+            return (norms - 2 * sums) + query.square().sum(dim=1, keepdim=True)
+        inner = sums if offset is None else sums + (query @ offset)[:, None]
+        if metric == "ip":
+            return inner
+        norms = squared_norms(codes, codebook, scale, offset) if norms is None else norms
+        lengths = _norm(query)[:, None] * _sqrt(norms)
+        return torch.where(lengths > 0, inner / torch.where(lengths > 0, lengths, 1), 0)
+
+
+def search(
+    query: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    k: int,
+    offset: Tensor | None = None,
+    metric: str = "l2",
+    levels: int | None = None,
+    norms: Tensor | None = None,
+    keep: Tensor | None = None,
+    lookup: Lookup = lookup,
+) -> SearchResult:
+    """The k best of codes [N, M] for each query [Q, D], in the order (score, position).
+
+    keep [N] bool: the positions to look at. Where fewer than k remain: position -1 and the worst possible score.
+    """
+    candidates = None if keep is None else keep.nonzero().squeeze(1)
+    if candidates is not None:
+        codes = codes[candidates]
+        norms = None if norms is None else norms[candidates]
+    scores = adc(
+        query, codes, codebook, scale, offset=offset, metric=metric, levels=levels, norms=norms, lookup=lookup
+    )
+    order = rank(scores.detach(), k, metric)
+    return pad_result(scores.gather(1, order), order if candidates is None else candidates[order], k, metric)
+
+
+def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None = None) -> Tensor:
+    """||offset + xhat||^2 [N] as a function of the codes alone, in fixed order, so that equal codes tie exactly."""
+    gram = codebook @ codebook.T
+    columns = [column.long() for column in codes.unbind(dim=1)]
+    total = torch.zeros(len(codes), dtype=codebook.dtype, device=codebook.device)
+    for i, b_i in enumerate(columns):
+        for j, b_j in enumerate(columns[:i]):
+            total = total + (2 * scale[i] * scale[j]) * gram[b_i, b_j]
+        total = total + scale[i] * scale[i] * gram[b_i, b_i]
+    if offset is not None:
+        inner = 2 * (codebook @ offset)
+        for i, b_i in enumerate(columns):
+            total = total + scale[i] * inner[b_i]
+        total = total + offset @ offset
+    return total
+
+
+def rank(scores: Tensor, k: int, metric: str) -> Tensor:
+    """The columns [Q, min(k, N)] of the best scores [Q, N] in the order (score, position), without sorting all of N."""
+    k = min(k, scores.shape[1])
+    if 4 * k >= scores.shape[1]:
+        return _cost(scores, metric).sort(dim=1, stable=True).indices[:, :k]
+    cost = _cost(scores, metric)
+    threshold = cost.topk(k, dim=1, largest=False).values[:, -1:]
+    rows, columns = (~(cost > threshold)).nonzero(
+        as_tuple=True
+    )  # the k best and all that tie with the last of them
+    order = cost[rows, columns].sort(stable=True).indices
+    order = order[rows[order].sort(stable=True).indices]
+    counts = rows.bincount(minlength=len(scores))
+    first = counts.cumsum(0) - counts
+    return columns[order[first[:, None] + torch.arange(k, device=scores.device)]]
+
+
+def pad_result(scores: Tensor, positions: Tensor, k: int, metric: str) -> SearchResult:
+    """Fills [Q, fewer than k] up to [Q, k] with position -1 and the worst possible score."""
+    missing = (len(scores), k - scores.shape[1])
+    worst = float("inf") if metric == "l2" else float("-inf")
+    return SearchResult(
+        torch.cat([scores, scores.new_full(missing, worst)], dim=1),
+        torch.cat([positions, positions.new_full(missing, -1)], dim=1),
+    )
+
+
+def _levels(h: Tensor, codebook: Tensor, scale: Tensor, gamma: float | Tensor) -> Iterator[_Level]:
+    """The recurrence of the paper: each level quantizes what the hard choices before it left over."""
+    for s in scale.unbind():
+        key = _key(h, codebook, s)  # [N, K]
+        distance = _sqrt(h.square().sum(dim=1, keepdim=True) + key)  # d_m [N, K]
+        codes = key.detach().argmin(dim=1)
+        hard = s * codebook[codes]
+        soft = s * (torch.softmax(-gamma * distance, dim=1) @ codebook)
+        yield _Level(codes, hard, soft)
+        h = h - hard
+
+
+def _key(h: Tensor, codebook: Tensor, s: Tensor) -> Tensor:
+    """d^2 without ||h||^2, [..., K]: what the argmin looks at, ties to the smaller index."""
+    return s * s * codebook.square().sum(dim=1) - 2 * s * (h @ codebook.T)
+
+
+def _encode_greedy(h: Tensor, codebook: Tensor, scale: Tensor) -> Tensor:
+    codes = torch.empty(len(h), len(scale), dtype=torch.int64, device=h.device)
+    for m, s in enumerate(scale.unbind()):
+        codes[:, m] = _key(h, codebook, s).argmin(dim=1)
+        h = h - s * codebook[codes[:, m]]
+    return codes
+
+
+def _encode_beam(
+    h: Tensor, codebook: Tensor, scale: Tensor, beam: int, level_weights: Tensor | None
+) -> Tensor:
+    """Keeps the `beam` best paths [N, B] after each level, sorted by code, so that ties go to the smaller code."""
+    N, K, M = len(h), len(codebook), len(scale)
+    omega = torch.ones(M, dtype=h.dtype, device=h.device) if level_weights is None else level_weights.to(h)
+    # A path pays what its finished levels cost, plus its present error for all levels still to come.
+    still_to_come = omega.flip(0).cumsum(0).flip(0).clamp_min(1e-6 * float(omega.sum()))
+    residual = h[:, None]  # [N, B, D]
+    paid = h.new_zeros(N, 1)  # [N, B]
+    codes = torch.empty(N, 1, 0, dtype=torch.int64, device=h.device)
+    for m, s in enumerate(scale.unbind()):
+        error = residual.square().sum(dim=2, keepdim=True) + _key(residual, codebook, s)  # d^2 [N, B, K]
+        key = (paid[:, :, None] + error * still_to_come[m]).flatten(1)
+        width = 1 if m == M - 1 else beam
+        chosen = (
+            key.sort(dim=1, stable=True).indices[:, :width].sort(dim=1).values
+        )  # [N, B'], in order of the code
+        parent, codeword = chosen // K, chosen % K
+        paid = paid.gather(1, parent) + omega[m] * error.flatten(1).gather(1, chosen)
+        rows = torch.arange(N, device=h.device)[:, None]
+        codes = torch.cat([codes[rows, parent], codeword[:, :, None]], dim=2)
+        residual = residual[rows, parent] - s * codebook[codeword]
+    return codes[:, 0]
+
+
+def _cost(scores: Tensor, metric: str) -> Tensor:
+    """Scores turned so that less is better."""
+    return scores if metric == "l2" else -scores
+
+
+def _centred(
+    x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    x, codebook, scale, offset = _wide(x, codebook, scale, offset)
+    return (x if offset is None else x - offset), codebook, scale, offset
+
+
+def _wide(*tensors: Tensor | None) -> tuple:  # type: ignore[type-arg]  # as many tensors as came in
+    """All tensors in one dtype: the widest among them, at least float32."""
+    dtype = reduce(torch.promote_types, (t.dtype for t in tensors if t is not None), torch.float32)
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def _norm(v: Tensor) -> Tensor:
+    return _sqrt(v.square().sum(dim=1))
+
+
+def _sqrt(squared: Tensor) -> Tensor:
+    """The square root of what rounding may have made negative; value and gradient are 0 where it is not positive."""
+    positive = squared > 0
+    return torch.where(positive, torch.where(positive, squared, 1).sqrt(), 0)

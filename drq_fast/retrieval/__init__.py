@@ -1,0 +1,1 @@
+"""Image retrieval on top of the layer and the index."""

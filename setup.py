@@ -1,0 +1,135 @@
+"""Builds drq_fast._C with ninja: C++ always, CUDA where nvcc is found, torch never.
+
+DRQ_FAST_CUDA=auto|1|0       with CUDA: if nvcc is found (default), always, never
+DRQ_FAST_CUDA_ARCH=all-major nvcc's -arch; `native` builds faster for the GPU at hand
+DRQ_FAST_NATIVE=1            without a C++ compiler: fail instead of installing pure Python
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+CXX_SOURCES = ["csrc/bindings.cpp", "csrc/cpu/adc.cpp"]
+CUDA_SOURCES = ["csrc/cuda/adc.cu"]
+# Scores are defined without fused multiply-add, so that every backend returns the same bits.
+CXX_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-pthread",
+]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+
+
+def setting(name: str, allowed: tuple[str, ...]) -> str:
+    value = os.environ.get(name, allowed[0])
+    if value not in allowed:
+        sys.exit(f"setup: {name} must be one of {', '.join(allowed)}, got {value!r}.")
+    return value
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler's path, or None: then the package is installed as pure Python."""
+    if sys.platform == "win32":
+        return None  # only GCC and Clang command lines are written here
+    wanted = os.environ.get("CXX")
+    if wanted:
+        found = shutil.which(shlex.split(wanted)[0])
+        if found is None:
+            sys.exit(f"setup: CXX must name a C++ compiler, got {wanted!r}, which is not there.")
+        return wanted
+    return shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+
+
+def find_nvcc() -> str | None:
+    """nvcc from CUDA_HOME, CUDA_PATH or PATH, in that order, as DRQ_FAST_CUDA allows."""
+    wish = setting("DRQ_FAST_CUDA", ("auto", "1", "0"))
+    if wish == "0":
+        return None
+    homes = [os.environ[name] for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)]
+    candidates = [shutil.which(str(Path(home, "bin", "nvcc"))) for home in homes] + [shutil.which("nvcc")]
+    nvcc = next((path for path in candidates if path), None)
+    if nvcc is None and wish == "1":
+        sys.exit("setup: DRQ_FAST_CUDA=1 needs nvcc in CUDA_HOME, CUDA_PATH or PATH, and none is there.")
+    return nvcc
+
+
+class NinjaBuild(build_ext):
+    """Writes one build.ninja for the whole extension and runs it: incremental and parallel."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name)).resolve()
+        folder = Path(self.build_temp).resolve() / "drq_fast_C"
+        folder.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (folder / "build.ninja").write_text(ninja_file(target, find_compiler() or "c++", find_nvcc()))
+        subprocess.run([sys.executable, "-m", "ninja", "-C", str(folder)], check=True)
+
+
+def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
+    import pybind11
+
+    python = sysconfig.get_paths()
+    includes = " ".join(f"-isystem {ninja_path(p)}" for p in (pybind11.get_include(), python["include"]))
+    defines = "-DDRQ_FAST_CUDA" if nvcc else ""
+    shared = "-bundle -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared"
+    arch = os.environ.get("DRQ_FAST_CUDA_ARCH", "all-major")
+    cxx_sources = [ROOT / name for name in CXX_SOURCES]
+    cuda_sources = [ROOT / name for name in CUDA_SOURCES] if nvcc else []
+    lines = [
+        f"cxx = {cxx}",
+        f"flags = {' '.join(CXX_FLAGS)} {defines} {includes} -I{ninja_path(ROOT / 'csrc')}",
+        "rule cxx",
+        "  command = $cxx $flags -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+    ]
+    if nvcc:
+        # nvcc links too: it knows where its own static runtime lies.
+        lines += [
+            f"nvcc = {nvcc} -arch={arch} {' '.join(NVCC_FLAGS)} -I{ninja_path(ROOT / 'csrc')}",
+            "rule cuda",
+            "  command = $nvcc -MD -MF $out.d -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "rule link",
+            f"  command = {nvcc} -arch={arch} -shared -cudart static -Xcompiler -pthread $in -o $out",
+        ]
+    else:
+        lines += ["rule link", f"  command = $cxx {shared} -pthread $in -o $out"]
+    objects = []
+    for rule, sources in (("cxx", cxx_sources), ("cuda", cuda_sources)):
+        for source in sources:
+            objects.append(f"{source.stem}.{rule}.o")
+            lines.append(f"build {objects[-1]}: {rule} {ninja_path(source)}")
+    lines.append(f"build {ninja_path(target)}: link {' '.join(objects)}")
+    return "\n".join(lines) + "\n"
+
+
+def ninja_path(path: Path | str) -> str:
+    return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
+
+
+compiler = find_compiler()
+if compiler is None:
+    message = "no C++ compiler found: drq_fast is installed as pure Python, without its native code."
+    if setting("DRQ_FAST_NATIVE", ("0", "1")) == "1":
+        sys.exit(f"setup: DRQ_FAST_NATIVE=1 was set, but {message}")
+    print(f"warning: {message}", file=sys.stderr)
+
+setup(
+    ext_modules=[] if compiler is None else [Extension("drq_fast._C", [])],
+    cmdclass={"build_ext": NinjaBuild},
+)
