@@ -39,11 +39,7 @@ def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     """`reference.lookup` for float32: sums [Q, N] from table [Q, K], codes [N, M] in 0..K-1 and scale [M]."""
     assert extension is not None
     table, scale = table.contiguous(), scale.contiguous()
-    codes = (
-        codes.contiguous()
-        if codes.dtype in (torch.uint8, torch.int32)
-        else codes.to(torch.int32).contiguous()
-    )
+    codes = codes.contiguous() if codes.dtype in (torch.uint8, torch.int32) else codes.to(torch.int32).contiguous()
     (Q, K), (N, M) = table.shape, codes.shape
     sums = torch.empty(Q, N, dtype=torch.float32, device=table.device)
     wide = codes.dtype == torch.int32

@@ -47,9 +47,7 @@ def use_backend(name: str) -> Iterator[None]:
         _forced.pop()
 
 
-def choose(
-    op: str, device: torch.device, requested: str | None = None, unsupported: str | None = None
-) -> str:
+def choose(op: str, device: torch.device, requested: str | None = None, unsupported: str | None = None) -> str:
     """The backend for `op` on `device`: the requested one, or the fastest that works here.
 
     unsupported: why only "torch" can take the inputs at hand, if so.

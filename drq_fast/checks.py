@@ -163,9 +163,7 @@ def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
         if value.dtype == np.uint16:  # torch can hold it but not index by it
             value = value.astype(np.int32)
         try:
-            with (
-                warnings.catch_warnings()
-            ):  # read-only arrays, such as memory maps, are never written to here
+            with warnings.catch_warnings():  # read-only arrays, such as memory maps, are never written to here
                 warnings.simplefilter("ignore", UserWarning)
                 value = torch.from_numpy(value)
         except (TypeError, ValueError) as error:
@@ -210,10 +208,6 @@ def finite(op: str, name: str, value: Tensor) -> None:
     for part in value.split(1 << 16) if value.ndim else (value,):
         good = torch.isfinite(part)
         if not bool(good.all()):
-            where = (
-                f" in row {rows_read + int((~good.flatten(1)).any(dim=1).nonzero()[0])}"
-                if value.ndim > 1
-                else ""
-            )
+            where = f" in row {rows_read + int((~good.flatten(1)).any(dim=1).nonzero()[0])}" if value.ndim > 1 else ""
             fail(op, name, "finite", f"NaN or infinity{where}")
         rows_read += len(part) if value.ndim else 0

@@ -69,9 +69,7 @@ def format_info(facts: dict[str, Any]) -> str:
     lines.append(f"{'GPUs':9} {', '.join(cuda['devices']) or 'none'}")
     lines += ["", f"{'operation':12}{'device':8}{'backend':9}why not a faster one"]
     for device, rows in facts["backends"].items():
-        lines += [
-            f"{row['operation']:12}{device:8}{row['backend']:9}{row['why not']}".rstrip() for row in rows
-        ]
+        lines += [f"{row['operation']:12}{device:8}{row['backend']:9}{row['why not']}".rstrip() for row in rows]
     return "\n".join(lines)
 
 

@@ -1,4 +1,4 @@
-"""Codes as bits: `levels * ceil(log2 K)` of them, level 0 first, so that the first bits of a code are the shorter code."""
+"""Codes as bits: `levels * ceil(log2 K)` of them, level 0 first: the first bits of a code are the shorter code."""
 
 from __future__ import annotations
 

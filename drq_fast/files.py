@@ -22,10 +22,8 @@ class FileError(ValueError):
     """A file that cannot be read as what it was asked to be: foreign, newer, truncated or corrupted."""
 
 
-def write(
-    path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], config: dict[str, Any]
-) -> None:
-    """Writes `tensors` and the JSON-able `config` to `path`; until the last moment an old file there stays as it was."""
+def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """Writes `tensors` and the JSON-able `config` to `path`; an old file there is kept until the new one is whole."""
     target = Path(path)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {
@@ -67,11 +65,7 @@ def read(
         raise OSError(f"load: {target} cannot be read: {error.strerror or error}.") from error
     try:
         config, checksums = json.loads(header["config"]), json.loads(header["checksums"])
-        if (
-            not isinstance(config, dict)
-            or not isinstance(checksums, dict)
-            or checksums.keys() != tensors.keys()
-        ):
+        if not isinstance(config, dict) or not isinstance(checksums, dict) or checksums.keys() != tensors.keys():
             raise ValueError
     except (KeyError, ValueError) as error:
         raise FileError(f"load: {target} is corrupted (its header does not describe its tensors).") from error
@@ -94,7 +88,7 @@ def checksum(tensor: Tensor) -> str:
     """BLAKE2b of the bytes, dtype and shape of a CPU tensor."""
     digest = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=16)
     if tensor.numel():
-        digest.update(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

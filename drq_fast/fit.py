@@ -1,4 +1,4 @@
-"""A codebook without labels: k-means++ start, then rounds of encoding and closed-form refitting (docs/math.md, section 4)."""
+"""A codebook without labels: k-means++ start, then rounds of encoding and closed-form refitting (docs/math.md)."""
 
 from __future__ import annotations
 
@@ -145,10 +145,7 @@ def revive(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, generator:
     if len(dead) == 0:
         return codebook
     error = torch.cat(
-        [
-            (x[r] - functional.decode(codes[r], codebook, scale)).square().sum(dim=1)
-            for r in tiles(len(x), x.shape[1])
-        ]
+        [(x[r] - functional.decode(codes[r], codebook, scale)).square().sum(dim=1) for r in tiles(len(x), x.shape[1])]
     )
     codebook = codebook.clone()
     for k in dead.tolist():

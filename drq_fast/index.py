@@ -39,9 +39,7 @@ class Index:
     >>> scores, ids = index.search(query, k=10, levels=2)
     """
 
-    def __init__(
-        self, layer: RecurrentQuantizer, metric: str = "l2", device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, layer: RecurrentQuantizer, metric: str = "l2", device: torch.device | str | None = None) -> None:
         if not isinstance(layer, RecurrentQuantizer):
             checks.fail("Index", "layer", "a RecurrentQuantizer", type(layer).__name__, error=TypeError)
         layer._require_initialised("Index")
@@ -50,9 +48,7 @@ class Index:
         self._set_codec(
             codebook=layer.codebook.detach().to(place, torch.float32, copy=True),
             scale=layer.scale.detach().to(place, torch.float32, copy=True),
-            offset=None
-            if layer.offset is None
-            else layer.offset.detach().to(place, torch.float32, copy=True),
+            offset=None if layer.offset is None else layer.offset.detach().to(place, torch.float32, copy=True),
         )
         checks.finite("Index", "codebook", self.codebook)
         self.metric, self.level_weights = metric, layer.level_weights
@@ -76,9 +72,7 @@ class Index:
         return self._size - self._removed
 
     def __repr__(self) -> str:
-        return (
-            f"Index({len(self)} vectors of {self.dim} dimensions in {self.bits} bits, metric={self.metric!r})"
-        )
+        return f"Index({len(self)} vectors of {self.dim} dimensions in {self.bits} bits, metric={self.metric!r})"
 
     @property
     def bits(self) -> int:
@@ -176,9 +170,7 @@ class Index:
         files.write(path, "index", tensors, config)
 
     @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], mmap: bool = False, device: torch.device | str | None = None
-    ) -> Index:
+    def load(cls, path: str | os.PathLike[str], mmap: bool = False, device: torch.device | str | None = None) -> Index:
         """The index that `save` wrote. With `mmap` codes stay on disk until they are searched and are verified only by
         `verify()`; everything else is always verified."""
         unchecked = ("codes",) if mmap else ()
@@ -207,15 +199,13 @@ class Index:
     def _restore(self, tensors: dict[str, Tensor], config: dict[str, Any], device: torch.device) -> None:
         codebook, scale = tensors["codebook"], tensors["scale"]
         offset, codes, ids = tensors.get("offset"), tensors["codes"], tensors["ids"]
-        K, _, M = checks.codec("load", codebook, scale, offset)
+        _, _, M = checks.codec("load", codebook, scale, offset)
         for name in ("codebook", "scale", "offset"):
             if name in tensors:
                 checks.finite("load", name, tensors[name])
         self._set_codec(codebook.to(device), scale.to(device), None if offset is None else offset.to(device))
         if codes.dtype != self._storage or codes.ndim != 2 or codes.shape[1] != M:
-            checks.fail(
-                "load", "codes", f"{self._storage} [N, {M}]", f"{codes.dtype} {checks.shape_of(codes)}"
-            )
+            checks.fail("load", "codes", f"{self._storage} [N, {M}]", f"{codes.dtype} {checks.shape_of(codes)}")
         if ids.dtype != torch.int64 or ids.shape != codes.shape[:1]:
             checks.fail("load", "ids", f"torch.int64 [{len(codes)}]", f"{ids.dtype} {checks.shape_of(ids)}")
         checks.choice("load", "metric", config["metric"], checks.METRICS)
@@ -227,9 +217,7 @@ class Index:
         self._alive, self._removed = torch.ones(len(codes), dtype=torch.bool, device=device), 0
         self._norms = {}
         distinct = ids.unique()
-        if len(distinct) != len(ids) or (
-            len(ids) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self._next_id
-        ):
+        if len(distinct) != len(ids) or (len(ids) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self._next_id):
             checks.fail("load", "ids", f"unique and in 0..{self._next_id - 1}", "others")
 
     def _vectors(self, op: str, name: str, value: Any) -> Tensor:
@@ -301,9 +289,7 @@ class Index:
 
     def _kept(self, keep: Any) -> Tensor:
         """The user's filter as a bool mask over rows [size]."""
-        flags = (
-            keep if isinstance(keep, (Tensor, np.ndarray)) else torch.tensor(list(keep), dtype=torch.int64)
-        )
+        flags = keep if isinstance(keep, (Tensor, np.ndarray)) else torch.tensor(list(keep), dtype=torch.int64)
         flags = torch.as_tensor(flags).to(self.device)
         if flags.dtype != torch.bool:
             checks.integers("search", "keep", flags)

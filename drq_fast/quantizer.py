@@ -112,8 +112,7 @@ class RecurrentQuantizer(nn.Module):
         if not self.initialised:
             self._initialise_in_forward(flat)
         scale = self.scale[:L]
-        codec = {"gamma": self.gamma, "offset": self.offset}
-        errors = functional.distortion(flat, self.codebook, scale, **codec)
+        errors = functional.distortion(flat, self.codebook, scale, gamma=self.gamma, offset=self.offset)
         codes = errors.codes.reshape(*x.shape[:-1], L)
         if not reconstruct:
             return QuantizerOutput(None, codes, self._loss(errors))
@@ -121,7 +120,7 @@ class RecurrentQuantizer(nn.Module):
             hard = functional.decode(errors.codes, self.codebook, scale, offset=self.offset).to(x.dtype)
         through = flat
         if self.gradient == "soft":
-            through = functional.quantize(flat, self.codebook, scale, **codec).soft
+            through = functional.quantize(flat, self.codebook, scale, gamma=self.gamma, offset=self.offset).soft
         quantized = hard + (through - through.detach())  # adds an exact zero that carries the gradient
         return QuantizerOutput(quantized.reshape(x.shape), codes, self._loss(errors))
 
@@ -138,7 +137,7 @@ class RecurrentQuantizer(nn.Module):
 
     @torch.no_grad()
     def encode(self, x: Array, beam: int = 1) -> Array:
-        """x [..., dim], torch or numpy -> codes [..., levels] in kind, uint8 for K <= 256, else int32; in bounded memory.
+        """x [..., dim], torch or numpy -> codes [..., levels] in kind: uint8 for K <= 256, else int32.
 
         >>> codes = layer.encode(x, beam=16)
         """
@@ -168,7 +167,7 @@ class RecurrentQuantizer(nn.Module):
 
     @torch.no_grad()
     def initialise(self, x: Tensor, *, seed: int | None = None) -> None:
-        """Sets offset, codebook, scale and gamma from x [..., dim]: what `offset`, `init` and `gamma` leave to the data.
+        """Sets from x [..., dim] what the constructor left to the data: offset, codebook, scale and gamma.
 
         Deterministic given `seed` (or torch's global one). With torch.distributed it runs on rank 0 and is broadcast,
         so every rank must call it.
@@ -184,9 +183,7 @@ class RecurrentQuantizer(nn.Module):
     def _initialise(self, x: Tensor, seed: int | None) -> None:
         omega = None if self.level_weights is None else x.new_tensor(self.level_weights)
         if self.init == "kmeans":
-            codec = fit.start(
-                x, self.codewords, self.levels, offset=self.offset is not None, omega=omega, seed=seed
-            )
+            codec = fit.start(x, self.codewords, self.levels, offset=self.offset is not None, omega=omega, seed=seed)
             self.codebook.copy_(codec.codebook)
             if self.w is not None:
                 self.w.fill_(codec.w)
@@ -245,9 +242,7 @@ class RecurrentQuantizer(nn.Module):
         files.write(path, "quantizer", dict(self.state_dict()), self._config())
 
     @classmethod
-    def load(
-        cls, path: str | os.PathLike[str], device: torch.device | str | None = None
-    ) -> RecurrentQuantizer:
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> RecurrentQuantizer:
         """The layer that `save` wrote, in eval mode and on `device` (CPU by default)."""
         tensors, config, _ = files.read(path, "quantizer")
         try:

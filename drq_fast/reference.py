@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-
 # (table [Q, K], codes [N, M], scale [M]) -> sums [Q, N]: `lookup` below, or compiled code that gives the same bits.
 Lookup = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -60,9 +59,7 @@ def quantize(
         shift = 0 if offset is None else offset
         soft = sum((level.soft for level in levels), torch.zeros_like(h)) + shift
         hard = sum((level.hard for level in levels), torch.zeros_like(h)) + shift
-        return Quantized(
-            soft.to(x.dtype), hard.to(x.dtype), torch.stack([level.codes for level in levels], dim=1)
-        )
+        return Quantized(soft.to(x.dtype), hard.to(x.dtype), torch.stack([level.codes for level in levels], dim=1))
 
 
 def distortion(
@@ -190,9 +187,7 @@ def search(
     if candidates is not None:
         codes = codes[candidates]
         norms = None if norms is None else norms[candidates]
-    scores = adc(
-        query, codes, codebook, scale, offset=offset, metric=metric, levels=levels, norms=norms, lookup=lookup
-    )
+    scores = adc(query, codes, codebook, scale, offset=offset, metric=metric, levels=levels, norms=norms, lookup=lookup)
     order = rank(scores.detach(), k, metric)
     return pad_result(scores.gather(1, order), order if candidates is None else candidates[order], k, metric)
 
@@ -221,9 +216,7 @@ def rank(scores: Tensor, k: int, metric: str) -> Tensor:
         return _cost(scores, metric).sort(dim=1, stable=True).indices[:, :k]
     cost = _cost(scores, metric)
     threshold = cost.topk(k, dim=1, largest=False).values[:, -1:]
-    rows, columns = (~(cost > threshold)).nonzero(
-        as_tuple=True
-    )  # the k best and all that tie with the last of them
+    rows, columns = (~(cost > threshold)).nonzero(as_tuple=True)  # the k best and all that tie with the last of them
     order = cost[rows, columns].sort(stable=True).indices
     order = order[rows[order].sort(stable=True).indices]
     counts = rows.bincount(minlength=len(scores))
@@ -266,9 +259,7 @@ def _encode_greedy(h: Tensor, codebook: Tensor, scale: Tensor) -> Tensor:
     return codes
 
 
-def _encode_beam(
-    h: Tensor, codebook: Tensor, scale: Tensor, beam: int, level_weights: Tensor | None
-) -> Tensor:
+def _encode_beam(h: Tensor, codebook: Tensor, scale: Tensor, beam: int, level_weights: Tensor | None) -> Tensor:
     """Keeps the `beam` best paths [N, B] after each level, sorted by code, so that ties go to the smaller code."""
     N, K, M = len(h), len(codebook), len(scale)
     omega = torch.ones(M, dtype=h.dtype, device=h.device) if level_weights is None else level_weights.to(h)
@@ -281,9 +272,7 @@ def _encode_beam(
         error = residual.square().sum(dim=2, keepdim=True) + _key(residual, codebook, s)  # d^2 [N, B, K]
         key = (paid[:, :, None] + error * still_to_come[m]).flatten(1)
         width = 1 if m == M - 1 else beam
-        chosen = (
-            key.sort(dim=1, stable=True).indices[:, :width].sort(dim=1).values
-        )  # [N, B'], in order of the code
+        chosen = key.sort(dim=1, stable=True).indices[:, :width].sort(dim=1).values  # [N, B'], in order of the code
         parent, codeword = chosen // K, chosen % K
         paid = paid.gather(1, parent) + omega[m] * error.flatten(1).gather(1, chosen)
         rows = torch.arange(N, device=h.device)[:, None]

@@ -10,8 +10,18 @@ from torch import Tensor
 
 @triton.jit
 def decode_kernel(
-    codes, codebook, scale, offset, out, N, D, M: tl.constexpr, HAS_OFFSET: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):  # fmt: skip
+    codes,
+    codebook,
+    scale,
+    offset,
+    out,
+    N,
+    D,
+    M: tl.constexpr,
+    HAS_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Math:     out[n] = sum_m scale[m] * codebook[codes[n, m]] + offset, docs/math.md section 2
     Tiling:   one program owns ROWS vectors and COLUMNS of their D dimensions; all M levels stay in registers
     Memory:   reads ROWS * M codes and as many codeword pieces (from L2), writes its tile once

@@ -8,12 +8,10 @@ from torch import Tensor
 from .. import checks
 
 
-def average_precision(
-    scores: Tensor, relevant: Tensor, R: int | None = None, *, largest: bool = False
-) -> Tensor:
+def average_precision(scores: Tensor, relevant: Tensor, R: int | None = None, *, largest: bool = False) -> Tensor:
     """AP@R [Q] in float64 of scores [Q, N] with relevant [Q, N] bool; R is the depth of the cut, N by default.
 
-    Less is better unless `largest`. Equal scores are averaged over their orders: a group of n items, r of them relevant,
+    Less is better unless `largest`. Equal scores are averaged over their orders: a group of n items, r relevant,
     after N0 items with R0 relevant ones, of which m = min(n, R - N0) lie inside the cut, adds to
     numerator   sum_{i=1..m} r/n * (R0 + 1 + (i-1)(r-1)/(n-1)) / (N0 + i)     and to
     denominator m r / n. A query without relevant items in the cut has AP 0.
@@ -39,9 +37,7 @@ def average_precision(
     last = torch.ones_like(new_group)
     last[:, :-1] = new_group[:, 1:]
     end = torch.where(last, place, N).flip(1).cummin(dim=1).values.flip(1) + 1 if N else place
-    total = torch.cat(
-        [hits.new_zeros(len(hits), 1), hits.cumsum(dim=1)], dim=1
-    )  # relevant items before each place
+    total = torch.cat([hits.new_zeros(len(hits), 1), hits.cumsum(dim=1)], dim=1)  # relevant items before each place
     R0 = total.gather(1, N0)
     r, n = total.gather(1, end) - R0, (end - N0).double()
     earlier = (place - N0).double()  # i - 1
