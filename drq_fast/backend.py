@@ -7,6 +7,7 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 
@@ -24,7 +25,7 @@ FASTER: dict[tuple[str, str], tuple[str, ...]] = {
     ("search", "cuda"): ("native",),
 }
 
-_forced: list[str] = []  # by `use_backend`, innermost last
+_forced: ContextVar[str | None] = ContextVar("drq_fast_backend", default=None)  # by `use_backend`
 _warned = False
 
 
@@ -40,11 +41,11 @@ def use_backend(name: str) -> Iterator[None]:
     ...     codes = layer.encode(x)
     """
     checks.choice("use_backend", "name", name, BACKENDS)
-    _forced.append(name)
+    token = _forced.set(name)
     try:
         yield
     finally:
-        _forced.pop()
+        _forced.reset(token)
 
 
 def choose(op: str, device: torch.device, requested: str | None = None, unsupported: str | None = None) -> str:
@@ -52,9 +53,10 @@ def choose(op: str, device: torch.device, requested: str | None = None, unsuppor
 
     unsupported: why only "torch" can take the inputs at hand, if so.
     """
-    explicit = requested or (_forced[-1] if _forced else None) or os.environ.get("DRQ_FAST_BACKEND") or None
+    wanted = requested or _forced_here()
+    explicit = wanted or os.environ.get("DRQ_FAST_BACKEND") or None
     if explicit is not None:
-        name = "backend" if requested or _forced else "DRQ_FAST_BACKEND"
+        name = "backend" if wanted else "DRQ_FAST_BACKEND"
         checks.choice(op, name, explicit, BACKENDS)
         reason = why_not(explicit, op, device.type) or (None if explicit == "torch" else unsupported)
         if reason is not None:
@@ -66,6 +68,11 @@ def choose(op: str, device: torch.device, requested: str | None = None, unsuppor
         if name == "native":
             _warn_once_if_not_built()
     return "torch"
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a graph keeps what it was traced with
+def _forced_here() -> str | None:
+    return _forced.get()
 
 
 def why_not(backend: str, op: str, device: str) -> str | None:

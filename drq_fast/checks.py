@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any, NoReturn
 
 import numpy as np
@@ -82,7 +83,7 @@ def gamma(op: str, value: Any) -> None:
                 "a number or a float tensor without dimensions",
                 f"{value.dtype} {shape_of(value)}",
             )
-    elif not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+    elif not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
         fail(op, "gamma", "a finite number above 0", repr(value))
 
 
@@ -174,6 +175,23 @@ def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
         integers(op, name, value)
     else:
         floating(op, name, value)
+    return value
+
+
+def id_array(op: str, name: str, value: Any) -> Tensor:
+    """Ids or flags [n] from a tensor, an array or anything that can be listed: integers or bools."""
+    if not isinstance(value, (Tensor, np.ndarray)):
+        try:
+            listed = list(value)
+            value = np.array(listed, dtype=None if listed else np.int64)
+        except (TypeError, ValueError):
+            fail(op, name, "a list, an array or a tensor of ids", repr(value), error=TypeError)
+    if isinstance(value, np.ndarray) and value.dtype == np.bool_:
+        value = torch.from_numpy(value.copy())
+    if not (isinstance(value, Tensor) and value.dtype == torch.bool):
+        value = array(op, name, value, integer=True)
+    if value.ndim != 1:
+        fail(op, name, "[n]", shape_of(value))
     return value
 
 

@@ -45,12 +45,10 @@ def pack(codes: Tensor, codewords: int) -> Tensor:
     flat = codes.reshape(-1, M)
     packed = torch.empty(len(flat), packed_bytes(codewords, M), dtype=torch.uint8, device=codes.device)
     shifts = torch.arange(width - 1, -1, -1, device=codes.device)
-    for rows in torch.arange(len(flat)).split(_ROWS):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
-        single = ((flat[part, :, None].to(torch.int32) >> shifts) & 1).flatten(1).to(torch.uint8)
-        single = torch.nn.functional.pad(single, (0, 8 * packed.shape[1] - M * width))
-        packed[part] = _bytes(single)
-    return packed.reshape(*codes.shape[:-1], -1)
+    for part, out in zip(flat.split(_ROWS), packed.split(_ROWS), strict=True):
+        single = ((part[:, :, None].to(torch.int32) >> shifts) & 1).flatten(1).to(torch.uint8)
+        out.copy_(_bytes(torch.nn.functional.pad(single, (0, 8 * packed.shape[1] - M * width))))
+    return packed.reshape(*codes.shape[:-1], packed.shape[1])
 
 
 def unpack(packed: Tensor, codewords: int, levels: int) -> Tensor:
@@ -67,10 +65,9 @@ def unpack(packed: Tensor, codewords: int, levels: int) -> Tensor:
     flat = packed[..., :needed].reshape(-1, needed)
     codes = torch.empty(len(flat), levels, dtype=dtype, device=packed.device)
     weights = 1 << torch.arange(width - 1, -1, -1, dtype=torch.int32, device=packed.device)
-    for rows in torch.arange(len(flat)).split(_ROWS):
-        part = slice(int(rows[0]), int(rows[-1]) + 1)
-        single = _single_bits(flat[part])[:, : levels * width].unflatten(1, (levels, width))
-        codes[part] = (single * weights).sum(dim=2).to(dtype)
+    for part, out in zip(flat.split(_ROWS), codes.split(_ROWS), strict=True):
+        single = _single_bits(part)[:, : levels * width].unflatten(1, (levels, width))
+        out.copy_((single * weights).sum(dim=2))
     checks.code_range("unpack", codes, codewords, name="packed codes")
     return codes.reshape(*packed.shape[:-1], levels)
 

@@ -47,8 +47,8 @@ def start(
     """
     generator = torch.Generator()
     generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
-    x = _sample(x, max(64 * codewords, 1 << 14), generator)
     mean = x.mean(dim=0) if offset else None
+    x = _sample(x, max(64 * codewords, 1 << 14), generator)
     x = x if mean is None else x - mean
     weights = x.new_ones(levels) if omega is None else omega.to(x)
     codebook, w = plus_plus(x, codewords, generator), 0.7
@@ -124,6 +124,8 @@ def refit_codebook(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, om
 def best_w(x: Tensor, codes: Tensor, codebook: Tensor, omega: Tensor) -> float:
     """The shared factor w that minimises sum_m omega[m] ||x - xhat_m||^2 for given codes, on a grid of 1/200."""
     M = codes.shape[1]
+    if M == 1:
+        return 1.0
     words = [codebook[codes[:, m].long()] for m in range(M)]
     inner = x.new_tensor([[float((a * b).sum()) for b in words] for a in words])
     cross = x.new_tensor([float((x * a).sum()) for a in words])

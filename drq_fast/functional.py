@@ -206,10 +206,7 @@ def _check_search(
 def _choose_lookup(op: str, backend: str | None, *inputs: Tensor | None) -> reference.Lookup:
     query = inputs[0]
     assert query is not None
-    unsupported = _unsupported(*inputs)
-    if any(t is not None and t.dtype == torch.float64 for t in inputs):
-        unsupported = "it computes in float32, and an input is float64"
-    taken = _backend.choose(op, query.device, backend, unsupported)
+    taken = _backend.choose(op, query.device, backend, _unsupported(*inputs))
     return _native.lookup if taken == "native" else reference.lookup
 
 
@@ -219,4 +216,6 @@ def _unsupported(*inputs: Tensor | None) -> str | None:
         return "torch.compile cannot trace it"
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         return "it gives no gradient, and an input requires one"
+    if any(t is not None and t.dtype == torch.float64 for t in inputs):
+        return "it computes in float32, and an input is float64"
     return None

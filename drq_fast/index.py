@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -263,10 +262,9 @@ class Index:
 
     def _as_ids(self, op: str, ids: Any) -> Tensor:
         """User's ids as int64 [n]: in 0.._MAX_ID, no number twice."""
-        value = ids if isinstance(ids, (Tensor, np.ndarray)) else torch.tensor(list(ids), dtype=torch.int64)
-        values = checks.array(op, "ids", value, integer=True).to(self.device, torch.int64)
-        if values.ndim != 1:
-            checks.fail(op, "ids", "[n]", checks.shape_of(values))
+        values = checks.id_array(op, "ids", ids)
+        checks.integers(op, "ids", values)
+        values = values.to(self.device, torch.int64)
         for bound in torch.aminmax(values) if len(values) else ():
             checks.integer(op, "ids", int(bound), 0, _MAX_ID)
         ordered = values.sort().values
@@ -289,12 +287,10 @@ class Index:
 
     def _kept(self, keep: Any) -> Tensor:
         """The user's filter as a bool mask over rows [size]."""
-        flags = keep if isinstance(keep, (Tensor, np.ndarray)) else torch.tensor(list(keep), dtype=torch.int64)
-        flags = torch.as_tensor(flags).to(self.device)
+        flags = checks.id_array("search", "keep", keep).to(self.device)
         if flags.dtype != torch.bool:
-            checks.integers("search", "keep", flags)
             return torch.isin(self._ids[: self._size], flags)
-        if flags.ndim != 1 or len(flags) < self._next_id:
+        if len(flags) < self._next_id:
             checks.fail("search", "keep", f"[{self._next_id}] or longer, one per id", checks.shape_of(flags))
         return flags[self._ids[: self._size]]
 

@@ -108,6 +108,8 @@ class RecurrentQuantizer(nn.Module):
         op = "RecurrentQuantizer"
         checks.last_dimension(op, "x", x, self.dim, self.codebook.device)
         L = checks.levels(op, levels, self.levels)
+        if self.level_weights is not None and not any(self.level_weights[:L]):
+            checks.fail(op, "level_weights", f"above 0 somewhere in the first {L} levels", self.level_weights)
         flat = x.reshape(-1, self.dim)
         if not self.initialised:
             self._initialise_in_forward(flat)
@@ -174,13 +176,13 @@ class RecurrentQuantizer(nn.Module):
         """
         checks.last_dimension("initialise", "x", x, self.dim, self.codebook.device)
         x = x.detach().reshape(-1, self.dim).float()
-        if len(x) == 0:
-            checks.fail("initialise", "x", "at least one vector", "none")
-        checks.finite("initialise", "x", x)
         self._on_rank_zero(lambda: self._initialise(x, seed))
         self.initialised = True
 
     def _initialise(self, x: Tensor, seed: int | None) -> None:
+        if len(x) == 0:
+            checks.fail("initialise", "x", "at least one vector", "none")
+        checks.finite("initialise", "x", x)
         omega = None if self.level_weights is None else x.new_tensor(self.level_weights)
         if self.init == "kmeans":
             codec = fit.start(x, self.codewords, self.levels, offset=self.offset is not None, omega=omega, seed=seed)
@@ -222,13 +224,14 @@ class RecurrentQuantizer(nn.Module):
         self._require_initialised("revive")
         checks.last_dimension("revive", "x", x, self.dim, self.codebook.device)
         x = x.detach().reshape(-1, self.dim).float()
-        checks.finite("revive", "x", x)
         before = self.codebook.detach().clone()
-        if len(x):
-            self._on_rank_zero(lambda: self._revive(x, seed))
+        self._on_rank_zero(lambda: self._revive(x, seed))
         return int((self.codebook != before).any(dim=1).sum())
 
     def _revive(self, x: Tensor, seed: int | None) -> None:
+        if len(x) == 0:
+            checks.fail("revive", "x", "at least one vector", "none")
+        checks.finite("revive", "x", x)
         generator = torch.Generator()
         generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
         x = x if self.offset is None else x - self.offset.float()

@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_MAX_GRAM = 8192  # codewords up to which their inner products K x K are formed
+
 # (table [Q, K], codes [N, M], scale [M]) -> sums [Q, N]: `lookup` below, or compiled code that gives the same bits.
 Lookup = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -194,6 +196,8 @@ def search(
 
 def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None = None) -> Tensor:
     """||offset + xhat||^2 [N] as a function of the codes alone, in fixed order, so that equal codes tie exactly."""
+    if len(codebook) > _MAX_GRAM:
+        return _squared_norms_of_distinct(codes, codebook, scale, offset)
     gram = codebook @ codebook.T
     columns = [column.long() for column in codes.unbind(dim=1)]
     total = torch.zeros(len(codes), dtype=codebook.dtype, device=codebook.device)
@@ -207,6 +211,14 @@ def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor
             total = total + scale[i] * inner[b_i]
         total = total + offset @ offset
     return total
+
+
+def _squared_norms_of_distinct(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """The same where K x K is too large: each distinct code is decoded once, some at a time."""
+    distinct, which = codes.unique(dim=0, return_inverse=True)
+    rows = max(1, (1 << 24) // codebook.shape[1])
+    parts = [decode(part, codebook, scale, offset=offset).square().sum(dim=1) for part in distinct.split(rows)]
+    return torch.cat(parts)[which]
 
 
 def rank(scores: Tensor, k: int, metric: str) -> Tensor:
@@ -304,6 +316,6 @@ def _norm(v: Tensor) -> Tensor:
 
 
 def _sqrt(squared: Tensor) -> Tensor:
-    """The square root of what rounding may have made negative; value and gradient are 0 where it is not positive."""
-    positive = squared > 0
-    return torch.where(positive, torch.where(positive, squared, 1).sqrt(), 0)
+    """The square root; value and gradient are 0 where rounding, or an exact hit, left nothing above 0."""
+    nothing = squared <= 0
+    return torch.where(nothing, 0, torch.where(nothing, 1, squared).sqrt())

@@ -47,7 +47,7 @@ def decode(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None
     out = torch.empty(N, D, dtype=codebook.dtype, device=codebook.device)
     if N == 0:
         return out
-    rows, columns = 16, min(128, triton.next_power_of_2(D))
+    rows, columns = 8, min(128, triton.next_power_of_2(D))
     grid = (triton.cdiv(N, rows), triton.cdiv(D, columns))
     decode_kernel[grid](
         codes,

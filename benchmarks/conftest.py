@@ -1,0 +1,210 @@
+"""One fixture for every benchmark: agreement with the reference, speed beside peers, peak memory, provenance.
+
+    def inputs(N):
+        return torch.randn(N, 64, generator=torch.Generator().manual_seed(0))
+
+    def ours(N):  # a job: a module-level function that builds its inputs and returns what is timed
+        x = inputs(N)
+        return lambda: drq_fast.sums(x)
+
+    def numpy(N):  # a peer, of which there may be many; where its import fails it is named as absent
+        import numpy
+        x = inputs(N).numpy()
+        return lambda: numpy.sum(x, axis=1)
+
+    def agrees(sums, N):  # is what ours returned right?
+        return torch.allclose(sums, inputs(N).sum(dim=1))
+
+    def bench_sums(compare):
+        compare(ours, {"numpy": numpy}, agrees, sizes={"N": 1000}, work=1000, unit="vectors")
+
+Run: pytest benchmarks --benchmark-json=figures.json
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+Run = Callable[[], Any]
+Job = Callable[..., Run]
+
+FIGURES = pytest.StashKey[dict[str, dict[str, Any]]]()
+PAUSE = 0.01  # seconds in which the OpenMP threads of the one before stop spinning
+
+
+@pytest.fixture
+def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., None]:
+    """compare(ours, peers, agrees, *, sizes, work, unit, rounds=7): see the top of this file.
+
+    agrees(result, **sizes) -> bool judges what ours returned, before anything is timed. work is how many `unit` one run
+    gets done. Each round times every peer, then ours; a ratio is peer time / our time of the same round.
+    """
+
+    def run_all(
+        ours: Job,
+        peers: dict[str, Job],
+        agrees: Callable[..., bool],
+        *,
+        sizes: dict[str, Any],
+        work: int,
+        unit: str,
+        rounds: int = 7,
+    ) -> None:
+        run = synchronised(ours(**sizes))
+        assert agrees(run(), **sizes), f"ours disagrees with the reference at {sizes}: nothing is timed"
+        if benchmark.disabled:
+            return
+        runs, absent = prepare(peers, sizes)
+        our_memory = peak_memory(ours, sizes)
+        memory = {name: peak_memory(peers[name], sizes) for name in runs}
+        origin = provenance()
+
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        others = cores_used_by_others(
+            lambda: benchmark.pedantic(run, setup=lambda: time_each(runs, times), rounds=rounds, warmup_rounds=1)
+        )
+        our_times = np.array(benchmark.stats.stats.data)
+        figures: dict[str, dict[str, Any]] = {name: {"absent": reason} for name, reason in absent.items()}
+        for name in runs:
+            peer_times = np.array(times[name][1 : rounds + 1])  # the first was the warm-up
+            figures[name] = {**spread(peer_times / our_times), **rate(work, peer_times), **memory[name]}
+        benchmark.extra_info.update(
+            sizes=sizes,
+            work=work,
+            unit=unit,
+            ours={**rate(work, our_times), **our_memory},
+            peers={name: figures[name] for name in peers},
+            cores_used_by_others=others,
+            provenance=origin,
+        )
+        request.config.stash.setdefault(FIGURES, {})[benchmark.name] = benchmark.extra_info
+
+    return run_all
+
+
+def synchronised(run: Run) -> Run:
+    """The same, returning only when the GPU, if one is in use, is done."""
+
+    def run_to_the_end() -> Any:
+        result = run()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return result
+
+    return run_to_the_end
+
+
+def prepare(peers: dict[str, Job], sizes: dict[str, Any]) -> tuple[dict[str, Run], dict[str, str]]:
+    """(what to time for each peer, why there is nothing to time) by name."""
+    runs, absent = {}, {}
+    for name, job in peers.items():
+        try:
+            runs[name] = synchronised(job(**sizes))
+        except ImportError as error:
+            absent[name] = str(error)
+    return runs, absent
+
+
+def time_each(runs: dict[str, Run], times: dict[str, list[float]]) -> None:
+    for name, run in runs.items():
+        time.sleep(PAUSE)
+        start = time.perf_counter()
+        run()
+        times[name].append(time.perf_counter() - start)
+    time.sleep(PAUSE)
+
+
+def spread(ratios: npt.NDArray[np.float64]) -> dict[str, Any]:
+    """Median of the ratios [rounds], and the 90 % interval of that median by bootstrap."""
+    resampled = np.random.default_rng(0).choice(ratios, size=(2000, len(ratios)))
+    interval = np.quantile(np.median(resampled, axis=1), (0.05, 0.95))
+    return {"ratio": float(np.median(ratios)), "interval": interval.tolist()}
+
+
+def rate(work: int, seconds: npt.NDArray[np.float64]) -> dict[str, float]:
+    return {"rate": work / float(np.median(seconds))}
+
+
+def cores_used_by_others(timed: Run) -> float | None:
+    """Cores that other processes kept busy while `timed` ran; None where the system does not say."""
+    start, before = time.perf_counter(), seconds_of_others()
+    timed()
+    after = seconds_of_others()
+    return None if before is None or after is None else max(0.0, after - before) / (time.perf_counter() - start)
+
+
+def seconds_of_others() -> float | None:
+    """Processor time taken so far by all but this process."""
+    if not Path("/proc/stat").exists():
+        return None
+    user, nice, system, _idle, _iowait, *interrupts_and_steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    ticks = user + nice + system + sum(interrupts_and_steal)
+    return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def peak_memory(job: Job, sizes: dict[str, Any]) -> dict[str, Any]:
+    """What memory.py finds for this job in a fresh process; fails where Triton's interpreter would be timed."""
+    report = script("memory.py", inspect.getfile(job), job.__name__, json.dumps(sizes))
+    if report.pop("interpreted"):
+        pytest.fail(f"{job.__name__} runs in Triton's interpreter (TRITON_INTERPRET=1), whose timings mean nothing")
+    return report
+
+
+@functools.cache
+def provenance() -> dict[str, Any]:
+    return script("provenance.py")
+
+
+def script(name: str, *arguments: str) -> dict[str, Any]:
+    """The JSON that a script beside this file prints last."""
+    command = [sys.executable, str(Path(__file__).with_name(name)), *arguments]
+    child = subprocess.run(command, capture_output=True, text=True)
+    if child.returncode != 0:
+        pytest.fail(f"{name} {' '.join(arguments)} failed:\n{child.stderr}")
+    return json.loads(child.stdout)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("python_files", "bench_*.py")
+    config.addinivalue_line("python_functions", "bench_*")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    rows = [("benchmark", "peer", "peer time / ours [90 %]", "ours per second", "peak MiB: ours", "peer")]
+    busy = []
+    for name, info in config.stash.get(FIGURES, {}).items():
+        for peer, figures in info["peers"].items():
+            if "absent" in figures:
+                rows.append((name, peer, f"absent: {figures['absent']}", "", "", ""))
+                continue
+            low, high = figures["interval"]
+            ratio = f"{figures['ratio']:.2f} [{low:.2f}, {high:.2f}]"
+            speed = f"{info['ours']['rate']:,.0f} {info['unit']}"
+            rows.append((name, peer, ratio, speed, mib(info["ours"]), mib(figures)))
+        if (info["cores_used_by_others"] or 0) > 0.1:
+            busy.append(f"{name}: not alone, other processes kept {info['cores_used_by_others']:.1f} cores busy")
+    if len(rows) > 1:
+        terminalreporter.section("ours and the peers")
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            terminalreporter.line("  ".join(map(str.ljust, row, widths)).rstrip())
+        for line in busy:
+            terminalreporter.line(line)
+
+
+def mib(figures: dict[str, Any]) -> str:
+    return "unknown" if figures["peak_mib"] is None else f"{figures['peak_mib']:.1f}"

@@ -1,0 +1,177 @@
+"""adc: the scores of all codes, in plain torch, in C++ and in CUDA; the same bits from each."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from drq_fast import BackendUnavailable, _native, functional, reference
+
+METRICS = ["l2", "ip", "cosine"]
+PTXSIM = Path(os.environ.get("DRQ_PTXSIM") or Path(__file__).parents[2] / "shared/tools/ptxsim")
+SHAPES = [
+    (1, 1, 2, 1),
+    (3, 0, 8, 2),
+    (0, 5, 8, 2),
+    (2, 70001, 256, 4),
+    (5, 1031, 300, 3),
+    (3, 17, 20000, 16),
+]  # Q N K M
+
+
+def by_hand(metric: str, offset: list[float] | None = None, **options) -> list[float]:
+    codebook, scale = torch.tensor([[0.0, 1.0], [2.0, 0.0]]), torch.tensor([1.0, -0.5])
+    codes = torch.tensor([[0, 0], [1, 0], [1, 1]])  # xhat = (0, .5) (2, -.5) (1, 0)
+    query = torch.tensor([[3.0, 4.0]])
+    shift = None if offset is None else torch.tensor(offset)
+    return functional.adc(query, codes, codebook, scale, metric=metric, offset=shift, **options)[0].tolist()
+
+
+@pytest.mark.parametrize("backend", ["torch", None])
+def test_by_hand(backend):
+    assert by_hand("l2", backend=backend) == [9 + 12.25, 1 + 20.25, 4 + 16]
+    assert by_hand("ip", backend=backend) == [2, 4, 3]
+    assert by_hand("cosine", backend=backend) == pytest.approx([0.8, 4 / 5 / 4.25**0.5, 0.6])
+    assert by_hand("l2", levels=1, backend=backend) == [9 + 9, 1 + 16, 1 + 16]
+    # With the offset the vectors are (1, .5) (3, -.5) (2, 0).
+    assert by_hand("l2", [1.0, 0.0], backend=backend) == [4 + 12.25, 0 + 20.25, 1 + 16]
+    assert by_hand("ip", [1.0, 0.0], backend=backend) == [5, 7, 6]
+    assert by_hand("cosine", [1.0, 0.0], backend=backend) == pytest.approx([1 / 1.25**0.5, 7 / 5 / 9.25**0.5, 0.6])
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_scores_are_those_of_the_decoded_vectors(codec, metric):
+    x, codebook, scale, offset = codec(N=40, D=6, K=9, M=4, dtype=torch.float64)
+    query = x[:7] + 0.1
+    codes = functional.encode(x, codebook, scale, offset=offset)
+    for levels in (1, 2, 4):
+        x_hat = functional.decode(codes, codebook, scale, offset=offset, levels=levels)
+        expected = {
+            "l2": torch.cdist(query, x_hat).square(),
+            "ip": query @ x_hat.T,
+            "cosine": torch.nn.functional.cosine_similarity(query[:, None], x_hat[None], dim=2),
+        }[metric]
+        actual = functional.adc(query, codes, codebook, scale, offset=offset, metric=metric, levels=levels)
+        torch.testing.assert_close(actual, expected)
+
+
+def test_cosine_with_a_zero_vector_is_zero():
+    codebook = torch.tensor([[0.0, 0.0], [1.0, 0.0]])
+    scores = functional.adc(
+        torch.tensor([[0.0, 0.0], [2.0, 0.0]]), torch.tensor([[0], [1]]), codebook, torch.ones(1), metric="cosine"
+    )
+    assert scores.tolist() == [[0, 0], [0, 1]]
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_gradcheck(codec, metric):
+    x, codebook, scale, offset = codec(5, 3, 4, 3, torch.float64)
+    codes = functional.encode(x, codebook, scale)
+    query = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    leaves = [t.requires_grad_() for t in (query, codebook, scale, offset)]
+    assert torch.autograd.gradcheck(lambda q, c, s, o: functional.adc(q, codes, c, s, offset=o, metric=metric), leaves)
+
+
+def test_equal_codes_have_equal_norms(codec):
+    x, codebook, scale, offset = codec(N=500, D=3, K=4, M=4)
+    codes = functional.encode(x, codebook, scale)
+    for shift in (None, offset):
+        norms = reference.squared_norms(codes, codebook, scale, shift)
+        for code in codes.unique(dim=0):
+            assert len(norms[(codes == code).all(dim=1)].unique()) == 1
+
+
+def test_norms_without_the_gram_matrix(codec, monkeypatch):
+    x, codebook, scale, offset = codec(N=500, D=3, K=4, M=4, dtype=torch.float64)
+    codes = functional.encode(x, codebook, scale)
+    for shift in (None, offset):
+        expected = reference.squared_norms(codes, codebook, scale, shift)
+        with monkeypatch.context() as patch:
+            patch.setattr(reference, "_MAX_GRAM", 3)
+            norms = reference.squared_norms(codes, codebook, scale, shift)
+        torch.testing.assert_close(norms, expected)
+        for code in codes.unique(dim=0):
+            assert len(norms[(codes == code).all(dim=1)].unique()) == 1
+
+
+def random_lookup(Q: int, N: int, K: int, M: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(Q + N + K + M)
+    codes = torch.randint(K, (N, M), generator=generator).to(torch.uint8 if K <= 256 else torch.int32)
+    return torch.randn(Q, K, generator=generator), codes, torch.randn(M, generator=generator)
+
+
+@pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
+@pytest.mark.parametrize(("Q", "N", "K", "M"), SHAPES)
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_native_lookup_gives_the_bits_of_the_reference(Q, N, K, M, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        job = random_lookup(Q, N, K, M)
+        assert torch.equal(_native.lookup(*job), reference.lookup(*job))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize(("Q", "N", "K", "M"), SHAPES)
+def test_native_lookup_on_a_gpu_gives_the_bits_of_the_reference(Q, N, K, M):
+    job = random_lookup(Q, N, K, M)
+    assert torch.equal(_native.lookup(*(t.cuda() for t in job)).cpu(), reference.lookup(*job))
+
+
+@pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
+def test_native_refuses_what_it_cannot_do(codec):
+    x, codebook, scale, _ = codec()
+    codes = functional.encode(x, codebook, scale)
+    with pytest.raises(BackendUnavailable, match="it gives no gradient, and an input requires one"):
+        functional.adc(x.clone().requires_grad_(), codes, codebook, scale, backend="native")
+    with pytest.raises(BackendUnavailable, match="an input is float64"):
+        functional.adc(x.double(), codes, codebook, scale, backend="native")
+
+
+@pytest.fixture(scope="module")
+def cuda_module(tmp_path_factory):
+    """The PTX of csrc/cuda/adc.cu, loaded into the simulator."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("nvcc is not installed")
+    if not (PTXSIM / "ptxsim.py").exists():
+        pytest.skip("no PTX simulator at DRQ_PTXSIM")
+    source = Path(__file__).parents[1] / "csrc/cuda/adc.cu"
+    ptx = tmp_path_factory.mktemp("ptx") / "adc.ptx"
+    command = [nvcc, "-std=c++17", "-fmad=false", "-arch=compute_80", "-DDRQ_FAST_CUDA", f"-I{source.parents[1]}"]
+    subprocess.run([*command, "-ptx", "-o", str(ptx), str(source)], check=True)
+    sys.path.insert(0, str(PTXSIM))
+    try:
+        import ptxsim
+    finally:
+        sys.path.remove(str(PTXSIM))
+    device = ptxsim.Device(1 << 26)
+    return device, ptxsim.Module(ptx.read_text(), device), ptx.read_text()
+
+
+@pytest.mark.parametrize(("Q", "N", "K", "M"), [(1, 1, 2, 1), (2, 1500, 256, 4), (3, 1031, 300, 3), (2, 40, 20000, 5)])
+def test_cuda_kernel_executed_from_its_ptx(cuda_module, Q, N, K, M):
+    import numpy as np
+
+    device, module, text = cuda_module
+    table, codes, scale = random_lookup(Q, N, K, M)
+    pointers = [device.to(t.numpy()) for t in (table, scale, codes)] + [device.alloc(Q * N * 4)]
+    wide, shared = codes.dtype == torch.int32, K <= 12288
+    job = np.array([*pointers, Q, N, K, M], dtype=np.int64).tobytes() + bytes([wide]) + bytes(7)
+    mangled = re.escape("lookup_kernel") + ("Ii" if wide else "Ih") + f"Lb{int(shared)}"
+    name = next(n for n in re.findall(r"\.entry (\w+)", text) if re.search(mangled, n))
+    grid = Q * -(-N // 1024)
+    for seed in range(3):
+        state = module.launch(name, grid, 256, [job], shared=4 * K if shared else 0, seed=seed, racecheck=True)
+        assert not state.warn
+        sums = device.get(pointers[3], np.float32, (Q, N))
+        assert np.array_equal(sums, reference.lookup(table, codes, scale).numpy())

@@ -1,0 +1,118 @@
+"""The choice of backend: explicit ones work or raise, only the automatic choice falls back, and everything is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+import drq_fast
+from drq_fast import BackendUnavailable, _native, backend, cli, functional, use_backend
+
+CPU = torch.device("cpu")
+needs_native = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
+
+
+def test_explicit_choice_works_or_raises(monkeypatch):
+    assert backend.choose("quantize", CPU) == "torch"
+    assert backend.choose("adc", CPU, "torch") == "torch"
+    with pytest.raises(
+        BackendUnavailable, match=r"^quantize: backend 'native' cannot be used on cpu: it has no quantize for cpu\.$"
+    ):
+        backend.choose("quantize", CPU, "native")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(BackendUnavailable, match="it has no decode for cpu"):
+        backend.choose("decode", CPU, "triton")
+
+
+@needs_native
+def test_order_of_precedence(monkeypatch):
+    assert backend.choose("adc", CPU) == "native"
+    monkeypatch.setenv("DRQ_FAST_BACKEND", "torch")
+    assert backend.choose("adc", CPU) == "torch"
+    with use_backend("native"):
+        assert backend.choose("adc", CPU) == "native"
+        with use_backend("torch"):
+            assert backend.choose("adc", CPU) == "torch"
+            assert backend.choose("adc", CPU, "native") == "native"
+        assert backend.choose("adc", CPU) == "native"
+    assert backend.choose("adc", CPU) == "torch"
+
+
+def test_names_are_checked(monkeypatch):
+    with (
+        pytest.raises(ValueError, match="use_backend: name must be one of 'torch', 'native', 'triton', got 'cuda'"),
+        use_backend("cuda"),
+    ):
+        pass
+    monkeypatch.setenv("DRQ_FAST_BACKEND", "fast")
+    with pytest.raises(
+        ValueError, match="adc: DRQ_FAST_BACKEND must be one of 'torch', 'native', 'triton', got 'fast'"
+    ):
+        backend.choose("adc", CPU)
+
+
+def test_use_backend_holds_for_its_own_thread_only():
+    seen = []
+    with use_backend("torch"):
+        thread = threading.Thread(target=lambda: seen.append(backend.choose("adc", CPU)))
+        thread.start()
+        thread.join()
+    assert seen == ["torch" if _native.extension is None else "native"]
+
+
+def test_without_native_code_it_warns_once_and_works(codec, monkeypatch, recwarn):
+    monkeypatch.setattr(_native, "extension", None)
+    monkeypatch.setattr(backend, "_warned", False)
+    x, codebook, scale, _ = codec()
+    codes = functional.encode(x, codebook, scale)
+    assert not recwarn.list
+    with pytest.warns(
+        UserWarning, match=r"drq_fast runs without its native code: the extension is not built; run `pip install -e"
+    ):
+        functional.adc(x, codes, codebook, scale)
+    functional.adc(x, codes, codebook, scale)
+    assert not recwarn.list
+    with pytest.raises(BackendUnavailable, match="the extension is not built"):
+        functional.adc(x, codes, codebook, scale, backend="native")
+
+
+def test_info_as_text_and_json(capsys):
+    assert cli.main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert drq_fast.__version__ in text
+    assert torch.__version__ in text
+    assert "CUDA" in text
+    assert "driver" in text
+    for op in backend.OPERATIONS:
+        assert op in text
+    assert cli.main(["info", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    rows = {row["operation"]: row for row in facts["backends"]["cpu"]}
+    assert rows["adc"]["backend"] == ("torch" if _native.extension is None else "native")
+    if not torch.cuda.is_available():
+        gpu = {row["operation"]: row for row in facts["backends"]["cuda"]}
+        assert gpu["decode"]["backend"] == "torch"
+        assert "no CUDA device" in gpu["decode"]["why not"] or "not installed" in gpu["decode"]["why not"]
+
+
+def test_the_command_and_the_module(tmp_path):
+    for command in ([sys.executable, "-m", "drq_fast", "info"], [sys.executable, "-m", "drq_fast", "--version"]):
+        result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+        assert drq_fast.__version__ in result.stdout
+    bad = subprocess.run([sys.executable, "-m", "drq_fast", "fly"], capture_output=True, text=True, check=False)
+    assert bad.returncode == 2
+    assert "invalid choice" in bad.stderr
+
+
+def test_works_without_triton(tmp_path):
+    """A package named triton that cannot be imported stands for one that is not there."""
+    (tmp_path / "triton.py").write_text("raise ImportError('no triton')")
+    script = "import drq_fast, sys; assert 'triton' not in sys.modules; drq_fast.RecurrentQuantizer(4)"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", script], check=True, env=environment)

@@ -1,0 +1,117 @@
+"""Bad input to the functions and the layer: one sentence each, compared to the letter."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from drq_fast import RecurrentQuantizer
+from drq_fast import functional as F
+
+X, C, S, SHIFT = torch.randn(7, 3), torch.randn(4, 3), torch.ones(2), torch.zeros(3)
+B = torch.zeros(7, 2, dtype=torch.int64)
+META = torch.device("meta")
+
+
+def layer() -> RecurrentQuantizer:
+    made = RecurrentQuantizer(3, 4, 2)
+    made.initialise(X)
+    return made
+
+
+VALUE = [
+    (lambda: F.quantize(X, C, S, gamma=0), "quantize: gamma must be a finite number above 0, got 0."),
+    (lambda: F.quantize(X, C, S, gamma=float("nan")), "quantize: gamma must be a finite number above 0, got nan."),
+    (lambda: F.quantize(X[0], C, S, gamma=1), "quantize: x must be [N, 3], got [3]."),
+    (lambda: F.quantize(X[:, :2], C, S, gamma=1), "quantize: x must be [N, 3], got [7, 2]."),
+    (lambda: F.distortion(X, C[:1], S, gamma=1), "distortion: codebook must be [K, D] with K from 2 to 65536 and D >= 1, got [1, 3]."),
+    (lambda: F.distortion(X, C, S[:0], gamma=1), "distortion: scale must be [M] with M >= 1, got [0]."),
+    (lambda: F.distortion(X, C, S, gamma=1, offset=SHIFT[:2]), "distortion: offset must be [3], one entry per dimension of the codebook, got [2]."),
+    (lambda: F.distortion(X.to(META), C, S, gamma=1), "distortion: x must be on cpu, as the codebook is, got a tensor on meta."),
+    (lambda: F.encode(X, C, S.to(META)), "encode: scale must be on cpu, as the codebook is, got a tensor on meta."),
+    (lambda: F.encode(X, C, S, beam=0), "encode: beam must be an integer of at least 1, got 0."),
+    (lambda: F.encode(X, C, S, beam=2, level_weights=(1,)), "encode: level_weights must be 2 finite numbers >= 0, not all of them 0, got (1.0,)."),
+    (lambda: F.encode(X, C, S, beam=2, level_weights=(1, -1)), "encode: level_weights must be 2 finite numbers >= 0, not all of them 0, got (1.0, -1.0)."),
+    (lambda: F.encode(X, C, S, beam=2, level_weights=(0, 0)), "encode: level_weights must be 2 finite numbers >= 0, not all of them 0, got (0.0, 0.0)."),
+    (lambda: F.decode(B + 4, C, S), "decode: codes must be in 0..3, got values from 4 to 4."),
+    (lambda: F.decode(B - 1, C, S), "decode: codes must be in 0..3, got values from -1 to -1."),
+    (lambda: F.decode(B[0], C, S), "decode: codes must be [N, levels] with 1 to 2 levels, got [2]."),
+    (lambda: F.decode(B.repeat(1, 2), C, S), "decode: codes must be [N, levels] with 1 to 2 levels, got [7, 4]."),
+    (lambda: F.decode(B, C, S, levels=3), "decode: levels must be an integer from 1 to 2, got 3."),
+    (lambda: F.decode(B.to(META), C, S), "decode: codes must be on cpu, as the codebook is, got a tensor on meta."),
+    (lambda: F.adc(X, B, C, S, metric="L2"), "adc: metric must be one of 'l2', 'ip', 'cosine', got 'L2'."),
+    (lambda: F.adc(X, B, C, S, norms=torch.ones(3)), "adc: norms must be [7], one per code, got [3]."),
+    (lambda: F.adc(X, B, C, S, levels=0), "adc: levels must be an integer from 1 to 2, got 0."),
+    (lambda: F.search(X, B, C, S, k=0), "search: k must be an integer of at least 1, got 0."),
+    (lambda: F.search(X, B, C, S, k=1, keep=torch.ones(3, dtype=torch.bool)), "search: keep must be [7], one per code, got [3]."),
+    (lambda: F.search(X, B + 9, C, S, k=1), "search: codes must be in 0..3, got values from 9 to 9."),
+    (lambda: F.search(X, B, C, S, k=1, backend="faiss"), "search: backend must be one of 'torch', 'native', 'triton', got 'faiss'."),
+    (lambda: RecurrentQuantizer(0), "RecurrentQuantizer: dim must be an integer of at least 1, got 0."),
+    (lambda: RecurrentQuantizer(3, codewords=1), "RecurrentQuantizer: codewords must be an integer from 2 to 65536, got 1."),
+    (lambda: RecurrentQuantizer(3, levels=0), "RecurrentQuantizer: levels must be an integer of at least 1, got 0."),
+    (lambda: RecurrentQuantizer(3, scale="free"), "RecurrentQuantizer: scale must be one of 'shared', 'per_level', got 'free'."),
+    (lambda: RecurrentQuantizer(3, gamma=-1), "RecurrentQuantizer: gamma must be a finite number above 0, got -1."),
+    (lambda: RecurrentQuantizer(3, weights=(1, -1, 1)), "RecurrentQuantizer: weights must be finite numbers >= 0, got (1.0, -1.0, 1.0)."),
+    (lambda: RecurrentQuantizer(3, level_weights=(1, 2)), "RecurrentQuantizer: level_weights must be 4 finite numbers >= 0, not all of them 0, got (1.0, 2.0)."),
+    (lambda: layer()(X[:, :2]), "RecurrentQuantizer: x must be [..., 3], got [7, 2]."),
+    (lambda: layer()(X, levels=3), "RecurrentQuantizer: levels must be an integer from 1 to 2, got 3."),
+    (lambda: RecurrentQuantizer(3, 4, 2, level_weights=(0, 1))(X, levels=1), "RecurrentQuantizer: level_weights must be above 0 somewhere in the first 1 levels, got (0.0, 1.0)."),
+    (lambda: layer()(X.to(META)), "RecurrentQuantizer: x must be on cpu, as the codebook is, got a tensor on meta."),
+    (lambda: layer().initialise(X[:0]), "initialise: x must be at least one vector, got none."),
+    (lambda: layer().initialise(X.log()), "initialise: x must be finite, got NaN or infinity in row 0."),
+    (lambda: layer().revive(X.log()), "revive: x must be finite, got NaN or infinity in row 0."),
+    (lambda: layer().encode(X[:, :2]), "encode: x must be [..., 3], got [7, 2]."),
+    (lambda: layer().decode(B + 4), "decode: codes must be in 0..3, got values from 4 to 4."),
+    (lambda: layer().decode(B.repeat(1, 2)), "decode: codes must be [..., 1 to 2 levels], got [7, 4]."),
+    (lambda: layer().usage(B + 4), "usage: codes must be in 0..3, got values from 4 to 4."),
+]  # fmt: skip
+
+TYPE = [
+    (lambda: F.quantize(X.int(), C, S, gamma=1), "quantize: x must be a float tensor, got torch.int32."),
+    (lambda: F.quantize([[1.0]], C, S, gamma=1), "quantize: x must be a torch.Tensor, got list."),
+    (lambda: F.quantize(X, C.long(), S, gamma=1), "quantize: codebook must be a float tensor, got torch.int64."),
+    (lambda: F.encode(X, C, S, beam=1.0), "encode: beam must be an integer of at least 1, got 1.0."),
+    (lambda: F.encode(X, C, S, level_weights="ab"), "encode: level_weights must be 2 numbers, got 'ab'."),
+    (lambda: F.decode(B.float(), C, S), "decode: codes must be an integer tensor, got torch.float32."),
+    (lambda: F.decode(B.bool(), C, S), "decode: codes must be an integer tensor, got torch.bool."),
+    (lambda: F.search(X, B, C, S, k=1, keep=B[:, 0]), "search: keep must be a bool tensor, got torch.int64."),
+    (lambda: F.search(X, B, C, S, k="ten"), "search: k must be an integer of at least 1, got 'ten'."),
+    (lambda: RecurrentQuantizer("3"), "RecurrentQuantizer: dim must be an integer of at least 1, got '3'."),
+    (lambda: RecurrentQuantizer(3, weights=(1, 1)), "RecurrentQuantizer: weights must be three numbers (hard, soft, joint), got (1, 1)."),
+    (lambda: layer()(np.zeros((2, 3), np.float32)), "RecurrentQuantizer: x must be a torch.Tensor, got ndarray."),
+    (lambda: layer().encode([1, 2, 3]), "encode: x must be a torch.Tensor or a numpy array, got list."),
+    (lambda: layer().usage(X), "usage: codes must be an integer tensor, got torch.float32."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), VALUE, ids=[m[:60] for _, m in VALUE])
+def test_bad_values(call, message):
+    with pytest.raises(ValueError, match=re.escape(message) + "$"):
+        call()
+
+
+@pytest.mark.parametrize(("call", "message"), TYPE, ids=[m[:60] for _, m in TYPE])
+def test_bad_types(call, message):
+    with pytest.raises(TypeError, match=re.escape(message) + "$"):
+        call()
+
+
+def test_forward_does_not_look_at_values():
+    """NaN goes through the layer as through any other: looking would synchronise a GPU."""
+    assert layer()(X.log()).loss.isnan()
+
+
+def test_any_kind_of_number_is_a_gamma():
+    assert RecurrentQuantizer(3, gamma=np.float32(2)).gamma == 2
+    assert torch.equal(*(F.quantize(X, C, S, gamma=g).soft for g in (2, torch.tensor(2.0))))
+
+
+@pytest.mark.parametrize("op", ["encode", "decode", "revive", "save"])
+def test_uninitialised_layers_say_so(op, tmp_path):
+    fresh = RecurrentQuantizer(3, 4, 2)
+    argument = {"decode": B, "save": tmp_path / "a"}.get(op, X)
+    with pytest.raises(RuntimeError, match=f"{op}: the layer has not seen data yet; call layer.initialise"):
+        getattr(fresh, op)(argument)

@@ -1,0 +1,331 @@
+"""RecurrentQuantizer as its users meet it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from drq_fast import FileError, RecurrentQuantizer, functional
+
+
+def data(N: int = 600, D: int = 6, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(N, D, generator=generator) @ torch.randn(D, D, generator=generator) + 3
+
+
+@pytest.fixture
+def layer() -> RecurrentQuantizer:
+    torch.manual_seed(0)
+    layer = RecurrentQuantizer(6, codewords=16, levels=3)
+    layer.initialise(data())
+    return layer
+
+
+@pytest.mark.parametrize("shape", [(6,), (0, 6), (1, 6), (7, 6), (2, 3, 6), (2, 0, 3, 6)])
+def test_any_leading_shape(layer, shape):
+    x = torch.randn(shape)
+    quantized, codes, loss = layer(x)
+    assert quantized.shape == x.shape
+    assert codes.shape == (*shape[:-1], 3)
+    assert codes.dtype == torch.int64
+    assert loss.shape == ()
+    assert loss.isfinite()
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_quantized_has_the_values_of_the_decoded_codes(layer):
+    for gradient in ("straight_through", "soft"):
+        layer.gradient = gradient
+        for levels in (1, 2, 3):
+            quantized, codes, _ = layer(data(), levels=levels)
+            assert torch.equal(quantized, layer.decode(codes))
+            assert torch.equal(quantized, layer.decode(layer.encode(data()), levels=levels))
+
+
+def test_loss_by_hand():
+    layer = RecurrentQuantizer(1, 2, 2, offset=False, init="random", gamma=math.log(2), weights=(1, 10, 100))
+    with torch.no_grad():
+        layer.codebook.copy_(torch.tensor([[0.0], [2.0]]))
+        layer.w.fill_(0.5)
+    hard, soft = [1, 0], [3 - 8 / 5, 3 - 8 / 5 - 2 / 3]  # see test_quantize
+    gap = sum(soft) - sum(hard)
+    assert layer(torch.tensor([[3.0]])).loss.item() == pytest.approx(sum(hard) + 10 * sum(soft) + 100 * gap)
+    layer.level_weights = (2.0, 3.0)
+    expected = 2 + 10 * (2 * soft[0] + 3 * soft[1]) + 100 * (2 * soft[0] + 3 * soft[1] - 2)
+    assert layer(torch.tensor([[3.0]])).loss.item() == pytest.approx(expected)
+    layer.level_weights, layer.joint = None, "mse"
+    assert layer(torch.tensor([[3.0]])).loss.item() == pytest.approx(1 + 10 * sum(soft) + 100 * soft[1] ** 2)
+    assert layer.eval()(torch.tensor([[3.0]])).loss.item() == pytest.approx(1 + 10 * sum(soft) + 100 * soft[1] ** 2)
+
+
+def test_straight_through_gradient_is_the_identity(layer):
+    x = data().requires_grad_()
+    layer(x).quantized.backward(torch.arange(6.0).expand_as(x))
+    assert torch.equal(x.grad, torch.arange(6.0).expand_as(x))
+    assert layer.codebook.grad is None
+
+
+def test_soft_gradient_is_that_of_the_soft_approximation(layer):
+    layer.gradient = "soft"
+    x, weight = data(50).requires_grad_(), data(50, seed=1)
+    layer(x).quantized.backward(weight)
+    grads = [x.grad, layer.codebook.grad, layer.w.grad, layer.offset.grad]
+    leaves = [t.detach().clone().requires_grad_() for t in (x, layer.codebook, layer.scale, layer.offset)]
+    functional.quantize(*leaves[:3], gamma=layer.gamma, offset=leaves[3]).soft.backward(weight)
+    torch.testing.assert_close(grads[0], leaves[0].grad)
+    torch.testing.assert_close(grads[1], leaves[1].grad)
+    torch.testing.assert_close(grads[3], leaves[3].grad)
+    assert grads[2].isfinite()
+
+
+def test_without_reconstruction(layer):
+    whole, cheap = layer(data()), layer(data(), reconstruct=False)
+    assert cheap.quantized is None
+    assert torch.equal(whole.codes, cheap.codes)
+    assert torch.equal(whole.loss, cheap.loss)
+
+
+@pytest.mark.parametrize("scale", ["shared", "per_level"])
+def test_fewer_levels_leave_zero_gradients_not_none(scale):
+    layer = RecurrentQuantizer(6, 16, 3, scale=scale)
+    layer.initialise(data())
+    layer(data(), levels=1).loss.backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+    assert (layer.w if scale == "shared" else layer.free_scale).grad.abs().sum() == 0
+
+
+def test_one_level_trains():
+    layer = RecurrentQuantizer(6, 16, 1)
+    layer(data()).loss.backward()
+    assert layer.w.grad == 0
+
+
+def test_forward_initialises_once_in_training_and_changes_no_buffer_after():
+    layer = RecurrentQuantizer(6, 16, 3)
+    with pytest.raises(RuntimeError, match=r"forward: the layer has not seen data yet; call layer.initialise\(x\)"):
+        layer.eval()(data())
+    layer.train()(data())
+    assert layer.initialised
+    before = {name: value.clone() for name, value in layer.state_dict().items()}
+    layer(data(seed=5))
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+def test_the_paper_to_the_letter_needs_no_data():
+    layer = RecurrentQuantizer(6, 16, 3, offset=False, init="random", gamma=1.0)
+    assert layer.initialised
+    assert layer.eval()(data()).quantized.shape == (600, 6)
+
+
+def test_random_start_still_takes_offset_and_gamma_from_the_data():
+    layer = RecurrentQuantizer(6, 16, 3, init="random")
+    before = layer.codebook.detach().clone()
+    layer.initialise(data())
+    assert torch.equal(layer.codebook, before)
+    torch.testing.assert_close(layer.offset, data().mean(0))
+
+
+def test_start_is_better_than_chance_at_every_level_and_deterministic():
+    x, held_out = data(4500, 16).split([4000, 500])
+    layers = [RecurrentQuantizer(16, 64, 4) for _ in range(2)]
+    for layer in layers:
+        layer.initialise(x, seed=7)
+    assert all(torch.equal(a, b) for a, b in zip(layers[0].parameters(), layers[1].parameters(), strict=True))
+    variance = (held_out - x.mean(0)).square().sum()
+    codes = layers[0].encode(held_out)
+    errors = [float((held_out - layers[0].decode(codes, levels=m)).square().sum() / variance) for m in (1, 2, 3, 4)]
+    assert errors[0] < 0.5
+    assert errors == sorted(errors, reverse=True)
+    assert errors[3] < 0.5 * errors[0]
+    assert (layers[0].usage(layers[0].encode(x)).sum(0) > 0).all()
+
+
+@pytest.mark.parametrize("N", [1, 5, 15])
+def test_fewer_vectors_than_codewords(N):
+    layer = RecurrentQuantizer(6, 16, 2)
+    layer.initialise(data(N))
+    torch.testing.assert_close(layer.decode(layer.encode(data(N))), data(N), atol=1e-2, rtol=1e-2)
+    assert layer.gamma.isfinite()
+
+
+def test_all_vectors_equal():
+    layer = RecurrentQuantizer(6, 16, 2)
+    layer.initialise(torch.ones(40, 6))
+    layer(torch.ones(40, 6)).loss.backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters())
+
+
+def test_training_lowers_the_loss(layer):
+    optimiser = torch.optim.Adam(layer.parameters(), lr=0.01)
+    losses = []
+    for _ in range(60):
+        loss = layer(data(), reconstruct=False).loss
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.98 * losses[0]
+
+
+def test_usage_and_revive(layer):
+    with torch.no_grad():
+        layer.codebook[3] = 1e4
+        layer.codebook[9] = -1e4
+    usage = layer.usage(layer(data()).codes)
+    assert usage.shape == (3, 16)
+    assert (usage.sum(dim=1) == 600).all()
+    dead = (usage.sum(dim=0) == 0).nonzero().flatten().tolist()
+    assert {3, 9} <= set(dead)
+    assert layer.revive(data(), seed=1) == len(dead)
+    assert (layer.usage(layer(data()).codes).sum(dim=0) > 0)[dead].all()
+    assert layer.revive(data()) == 0
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_encode_and_decode_answer_in_kind(layer, kind):
+    x = data(20).reshape(4, 5, 6)
+    codes = layer.encode(x if kind == "torch" else x.numpy())
+    assert isinstance(codes, torch.Tensor if kind == "torch" else np.ndarray)
+    assert codes.shape == (4, 5, 3)
+    assert str(codes.dtype).endswith("uint8")
+    decoded = layer.decode(codes, levels=2)
+    assert type(decoded) is type(codes)
+    assert decoded.shape == (4, 5, 6)
+    assert torch.equal(torch.as_tensor(codes).long(), layer(x).codes)
+
+
+def test_encode_takes_float64_arrays_and_read_only_ones(layer):
+    x = data(20).double().numpy()
+    x.flags.writeable = False
+    assert (layer.encode(x) == layer.encode(data(20)).numpy()).all()
+    assert (layer.decode(layer.encode(x).astype(np.uint16)) == layer.decode(layer.encode(x))).all()
+
+
+def test_bits():
+    assert RecurrentQuantizer(4).bits == 32
+    assert RecurrentQuantizer(4, codewords=4096).bits == 48
+    assert RecurrentQuantizer(4, codewords=5, levels=3).bits == 9
+
+
+def test_state_dict_deepcopy_pickle_keep_everything(layer):
+    others = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), RecurrentQuantizer(6, 16, 3)]
+    others[2].load_state_dict(layer.state_dict())
+    for other in others:
+        assert other.initialised
+        assert torch.equal(other.eval()(data()).codes, layer(data()).codes)
+        assert torch.equal(other(data()).loss, layer(data()).loss)
+    fresh = RecurrentQuantizer(6, 16, 3)
+    layer.load_state_dict(fresh.state_dict())
+    assert not layer.initialised
+
+
+def test_inside_a_model_the_state_dict_restores_initialised(layer):
+    model, other = nn.Sequential(nn.Linear(6, 6), layer), nn.Sequential(nn.Linear(6, 6), RecurrentQuantizer(6, 16, 3))
+    other.load_state_dict(model.state_dict())
+    assert other[1].initialised
+
+
+def test_to_float64_and_back(layer):
+    codes = layer(data()).codes
+    wide = layer.to(torch.float64)
+    assert wide(data().double()).quantized.dtype == torch.float64
+    assert (wide(data().double()).codes == codes).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_inputs_and_narrow_layers(layer, dtype):
+    x = data().to(dtype).requires_grad_()
+    quantized, codes, loss = layer(x)
+    assert quantized.dtype == dtype
+    assert loss.dtype == torch.float32
+    assert torch.equal(codes, layer(x.detach().float()).codes)
+    (quantized.float().square().mean() + loss).backward()
+    assert x.grad.isfinite().all()
+    narrow = copy.deepcopy(layer).to(dtype)
+    narrow(x).loss.backward()
+    assert narrow.codebook.grad.dtype == dtype
+    assert narrow.codebook.grad.isfinite().all()
+
+
+def test_autocast(layer):
+    linear = nn.Linear(6, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = linear(data())
+        assert h.dtype == torch.bfloat16
+        inside = layer(h)
+    assert inside.quantized.dtype == torch.bfloat16
+    assert torch.equal(inside.codes, layer(h.float()).codes)
+    inside.loss.backward()
+    assert linear.weight.grad.isfinite().all()
+
+
+def test_numbers_repeat_to_the_bit():
+    def run() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        layer = RecurrentQuantizer(6, 16, 3)
+        optimiser = torch.optim.Adam(layer.parameters(), lr=0.01)
+        for step in range(20):
+            optimiser.zero_grad()
+            layer(data(seed=step)).loss.backward()
+            optimiser.step()
+        return list(layer.parameters())
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"scale": "per_level", "offset": False, "level_weights": (1, 2, 3), "joint": "mse"}]
+)
+def test_save_and_load(tmp_path, options):
+    layer = RecurrentQuantizer(6, 16, 3, **options)
+    layer.initialise(data())
+    layer.save(tmp_path / "layer.drq")
+    other = RecurrentQuantizer.load(tmp_path / "layer.drq")
+    assert repr(other) == repr(layer)
+    assert not other.training
+    assert all(torch.equal(a, b) for a, b in zip(layer.state_dict().values(), other.state_dict().values(), strict=True))
+    assert list(tmp_path.iterdir()) == [tmp_path / "layer.drq"]
+
+
+def test_load_refuses_an_index_or_nonsense(tmp_path, layer):
+    path = tmp_path / "file"
+    path.write_bytes(b"not a file of ours")
+    with pytest.raises(FileError, match="is not a whole safetensors file"):
+        RecurrentQuantizer.load(path)
+    with torch.no_grad():
+        layer.codebook[0, 0] = float("nan")
+    layer.save(path)
+    with pytest.raises(FileError, match=r"does not describe a quantizer \(load: codebook must be finite"):
+        RecurrentQuantizer.load(path)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [{}, {"gradient": "soft", "scale": "per_level"}])
+def test_compiles_without_graph_breaks(backend, options):
+    torch._dynamo.reset()
+    layer = RecurrentQuantizer(6, 16, 3, **options)
+    layer.initialise(data())
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    x, y = data(40).requires_grad_(), data(40).requires_grad_()
+    a, b = compiled(x), layer(y)
+    assert torch.equal(a.codes, b.codes)
+    torch.testing.assert_close(a.quantized, b.quantized)
+    torch.testing.assert_close(a.loss, b.loss)
+    (a.loss + a.quantized.square().sum()).backward()
+    (b.loss + b.quantized.square().sum()).backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_forward_of_an_uninitialised_layer_says_what_to_do():
+    torch._dynamo.reset()
+    compiled = torch.compile(RecurrentQuantizer(6, 16, 3), fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"call layer.initialise\(x\) before a compiled forward"):
+        compiled(data())

@@ -1,0 +1,92 @@
+"""search: the order (score, position), padding, filters, gradients; the same from every backend."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from drq_fast import _native, functional, reference
+
+METRICS = ["l2", "ip", "cosine"]
+BACKENDS = ["torch", pytest.param("native", marks=pytest.mark.skipif(_native.extension is None, reason="not built"))]
+
+
+def stable_sort(query, codes, codebook, scale, k, keep=None, **options):
+    """The definition: score everything, sort stably, cut."""
+    scores = functional.adc(query, codes, codebook, scale, backend="torch", **options)
+    cost = scores if options.get("metric", "l2") == "l2" else -scores
+    if keep is not None:
+        cost = cost.masked_fill(~keep, float("inf"))
+    order = cost.sort(dim=1, stable=True).indices[:, :k]
+    return scores.gather(1, order), order
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("k", [1, 10, 400, 5000])
+def test_equals_a_stable_sort_though_codes_tie(codec, backend, metric, k):
+    x, codebook, scale, offset = codec(N=5000, D=4, K=5, M=2)  # 25 different codes
+    codes = functional.encode(x, codebook, scale, offset=offset)
+    options = {"offset": offset, "metric": metric}
+    scores, positions = functional.search(x[:9], codes, codebook, scale, k=k, backend=backend, **options)
+    expected_scores, expected_positions = stable_sort(x[:9], codes, codebook, scale, k, **options)
+    assert torch.equal(positions, expected_positions)
+    assert torch.equal(scores, expected_scores)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("metric", METRICS)
+def test_filter_and_prefix(codec, backend, metric):
+    x, codebook, scale, _ = codec(N=300, D=6, K=7, M=4)
+    codes = functional.encode(x, codebook, scale)
+    keep = torch.arange(300) % 3 == 1
+    options = {"metric": metric, "levels": 2}
+    scores, positions = functional.search(x[:5], codes, codebook, scale, k=20, keep=keep, backend=backend, **options)
+    expected_scores, expected_positions = stable_sort(x[:5], codes, codebook, scale, 20, keep=keep, **options)
+    assert torch.equal(positions, expected_positions)
+    assert torch.equal(scores, expected_scores)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("metric", "worst"), [("l2", float("inf")), ("ip", -float("inf")), ("cosine", -float("inf"))])
+def test_fewer_than_k(codec, backend, metric, worst):
+    x, codebook, scale, _ = codec(N=4)
+    codes = functional.encode(x, codebook, scale)
+    keep = torch.tensor([False, True, False, True])
+    scores, positions = functional.search(x, codes, codebook, scale, k=5, keep=keep, metric=metric, backend=backend)
+    assert positions.shape == (4, 5)
+    assert set(positions[:, :2].flatten().tolist()) == {1, 3}
+    assert (positions[:, 2:] == -1).all()
+    assert (scores[:, 2:] == worst).all()
+    empty = functional.search(x, codes[:0], codebook, scale, k=2, metric=metric, backend=backend)
+    assert (empty.positions == -1).all()
+    assert functional.search(x[:0], codes, codebook, scale, k=2, metric=metric, backend=backend).scores.shape == (0, 2)
+
+
+def test_norms_may_be_given(codec):
+    x, codebook, scale, offset = codec()
+    codes = functional.encode(x, codebook, scale, offset=offset)
+    for metric, norms in (
+        ("l2", reference.squared_norms(codes[:, :2], codebook, scale)),
+        ("cosine", reference.squared_norms(codes[:, :2], codebook, scale, offset)),
+    ):
+        options = {"k": 7, "offset": offset, "metric": metric, "levels": 2}
+        plain = functional.search(x[:3], codes, codebook, scale, **options)
+        given = functional.search(x[:3], codes, codebook, scale, norms=norms, **options)
+        assert torch.equal(plain.positions, given.positions)
+        assert torch.equal(plain.scores, given.scores)
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_scores_are_differentiable_in_the_query(codec, metric):
+    x, codebook, scale, offset = codec(20, 3, 5, 2, torch.float64)
+    codes = functional.encode(x, codebook, scale)
+    query = x[:3].clone().requires_grad_()
+    search = lambda q: functional.search(q, codes, codebook, scale, k=6, offset=offset, metric=metric).scores  # noqa: E731
+    assert torch.autograd.gradcheck(search, query)
+
+
+def test_rank_keeps_nan_last():
+    scores = torch.tensor([[3.0, float("nan"), 1.0, float("nan"), 2.0] + [9.0] * 20])
+    assert reference.rank(scores, 3, "l2").tolist() == [[2, 4, 0]]
+    assert reference.rank(scores[:, :5], 5, "ip").tolist() == [[0, 4, 2, 1, 3]]
