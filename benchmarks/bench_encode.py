@@ -35,7 +35,7 @@ def untiled(N: int, D: int) -> Callable[[], Tensor]:
 def faiss_rq(N: int, D: int, use_beam_LUT: int = 0) -> Callable[[], Any]:
     """faiss with beam 1 and the same codewords at every level (not trained), so that it finds the same codes."""
     x, codebook, scale = inputs(N, D)
-    import faiss  # after torch: each brings an OpenMP runtime, and torch's has to be the first
+    import faiss  # after torch: each brings an OpenMP runtime, and crashes have depended on the order
 
     faiss.omp_set_num_threads(torch.get_num_threads())
     quantizer: Any = faiss.ResidualQuantizer(D, M, 8)

@@ -34,7 +34,7 @@ def torch_backend(N: int, Q: int) -> Callable[[], reference.SearchResult]:
 
 def index_pq(N: int, levels: int, bits: int) -> Any:
     """A faiss.IndexPQ of 4 bytes per vector with random centroids and random codes, neither trained nor encoded."""
-    import faiss  # after torch: each brings an OpenMP runtime, and torch's has to be the first
+    import faiss  # after torch: each brings an OpenMP runtime, and crashes have depended on the order
 
     faiss.omp_set_num_threads(torch.get_num_threads())
     generator = torch.Generator().manual_seed(1)

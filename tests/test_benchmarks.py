@@ -124,7 +124,7 @@ def test_peak_memory(outcome: Outcome) -> None:
     if "no_peak" in ours:
         pytest.skip(ours["no_peak"])
     assert ours["peak_mib"] < 8
-    assert 32 <= large["peak_mib"] < 40
+    assert 31 < large["peak_mib"] < 40  # the kernel counts resident pages in batches
 
 
 def test_provenance(outcome: Outcome) -> None:
