@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 
@@ -25,7 +25,14 @@ FASTER: dict[tuple[str, str], tuple[str, ...]] = {
     ("search", "cuda"): ("native",),
 }
 
-_forced: ContextVar[str | None] = ContextVar("drq_fast_backend", default=None)  # by `use_backend`
+
+class _Forced(threading.local):
+    """The backend that `use_backend` set in this thread."""
+
+    name: str | None = None
+
+
+_forced = _Forced()
 _warned = False
 
 
@@ -35,17 +42,17 @@ class BackendUnavailable(RuntimeError):
 
 @contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Within this context every operation uses backend `name`, or raises BackendUnavailable where it cannot.
+    """Within this context, in this thread, every operation uses backend `name` or raises BackendUnavailable.
 
     >>> with drq_fast.use_backend("torch"):
     ...     codes = layer.encode(x)
     """
     checks.choice("use_backend", "name", name, BACKENDS)
-    token = _forced.set(name)
+    before, _forced.name = _forced.name, name
     try:
         yield
     finally:
-        _forced.reset(token)
+        _forced.name = before
 
 
 def choose(op: str, device: torch.device, requested: str | None = None, unsupported: str | None = None) -> str:
@@ -53,7 +60,7 @@ def choose(op: str, device: torch.device, requested: str | None = None, unsuppor
 
     unsupported: why only "torch" can take the inputs at hand, if so.
     """
-    wanted = requested or _forced_here()
+    wanted = requested or _forced.name
     explicit = wanted or os.environ.get("DRQ_FAST_BACKEND") or None
     if explicit is not None:
         name = "backend" if wanted else "DRQ_FAST_BACKEND"
@@ -68,11 +75,6 @@ def choose(op: str, device: torch.device, requested: str | None = None, unsuppor
         if name == "native":
             _warn_once_if_not_built()
     return "torch"
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # a graph keeps what it was traced with
-def _forced_here() -> str | None:
-    return _forced.get()
 
 
 def why_not(backend: str, op: str, device: str) -> str | None:

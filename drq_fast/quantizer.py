@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from . import checks, files, fit, functional
 from .codes import bits
 
-# gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2).
-GAMMA_C = 2.0
+# gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). Chosen by
+# benchmarks/ablation_gamma.py: below 4 training moves codewords towards each other, above it little changes.
+GAMMA_C = 4.0
 
 Array = TypeVar("Array", Tensor, np.ndarray)
 

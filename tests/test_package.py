@@ -1,0 +1,142 @@
+"""Installation as a user meets it: import time, missing compiler, source trees, wrong settings, CUDA builds."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BUILD_TOOLS = ("setuptools", "pybind11", "ninja")
+
+
+def copy_of_the_source(folder: Path) -> Path:
+    ignored = shutil.ignore_patterns(".git", ".venv", "build", "out", "*.so", "*.egg-info", ".*_cache", ".hypothesis")
+    return Path(shutil.copytree(ROOT, folder / "source", ignore=ignored))
+
+
+def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def seconds(code: str) -> float:
+    start = time.perf_counter()
+    subprocess.run([sys.executable, "-c", code], check=True)
+    return time.perf_counter() - start
+
+
+@pytest.mark.slow
+def test_import_costs_little_beside_torch():
+    pairs = [(seconds("import drq_fast"), seconds("import torch")) for _ in range(9)][2:]
+    assert median(ours for ours, _ in pairs) < 1.2 * median(torch for _, torch in pairs)
+
+
+def test_import_loads_nothing_heavy():
+    code = "import sys, drq_fast; print([m for m in ('triton', 'matplotlib', 'sklearn') if m in sys.modules])"
+    assert run(sys.executable, "-c", code).stdout.strip() == "[]"
+
+
+def test_source_tree_without_a_build_works_and_warns_once(tmp_path):
+    source = copy_of_the_source(tmp_path)
+    code = (
+        "import torch, warnings, drq_fast; print(drq_fast.__file__)\n"
+        "layer = drq_fast.RecurrentQuantizer(4, 8, 2); x = torch.randn(50, 4); layer.initialise(x)\n"
+        "index = drq_fast.Index(layer); index.add(x); index.search(x); index.search(x)\n"
+    )
+    # -S and a path of our own: neither the installed package nor its import hooks are seen.
+    paths = os.pathsep.join([str(source), *(p for p in sys.path if p.endswith("site-packages"))])
+    environment = {**os.environ, "PYTHONPATH": paths}
+    command = [sys.executable, "-S", "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert result.returncode == 0, result.stderr
+    assert str(source) in result.stdout
+    assert result.stderr.count("drq_fast runs without its native code") == 1
+    assert "run `pip install -e .` in the source tree" in result.stderr
+
+
+def setup(source: Path, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    line = [sys.executable, "setup.py", *command]
+    return subprocess.run(line, capture_output=True, text=True, env=environment, cwd=source, check=False)
+
+
+def test_wrong_settings_are_named(tmp_path):
+    pytest.importorskip("setuptools")
+    source = copy_of_the_source(tmp_path)
+    bare = str(tmp_path / "empty")  # a PATH without compilers
+    for variables, message in (
+        ({"DRQ_FAST_CUDA": "yes"}, "DRQ_FAST_CUDA must be one of auto, 1, 0, got 'yes'."),
+        (
+            {"DRQ_FAST_CUDA": "1", "PATH": bare, "CUDA_HOME": "", "CUDA_PATH": "", "CXX": sys.executable},
+            "DRQ_FAST_CUDA=1 needs nvcc",
+        ),
+        ({"CXX": "no-such-compiler"}, "CXX must name a C++ compiler, got 'no-such-compiler', which is not there."),
+        ({"DRQ_FAST_NATIVE": "1", "PATH": bare, "CXX": ""}, "DRQ_FAST_NATIVE=1 was set, but no C++ compiler found"),
+    ):
+        result = setup(source, "build_ext", **variables)
+        assert result.returncode != 0
+        assert message in result.stderr
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_install_is_pure_python_and_says_so(tmp_path):
+    wheel = build_wheel(tmp_path, PATH=str(Path(sys.executable).parent), CXX="", CC="")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    python = environment_with(tmp_path, wheel)
+    info = run(str(python), "-m", "drq_fast", "info")
+    assert "it was installed without a C++ compiler" in info.stdout
+
+
+@pytest.mark.slow
+def test_an_isolated_build_needs_no_torch(tmp_path):
+    wheel = build_wheel(tmp_path, DRQ_FAST_CUDA="0")
+    python = environment_with(tmp_path, wheel)
+    info = run(str(python), "-m", "drq_fast", "info")
+    assert "built with" in info.stdout, info.stderr
+    assert "extension: not built" in info.stdout
+    code = "import drq_fast, drq_fast.kernels, drq_fast.retrieval, sys; print(drq_fast.__file__)"
+    assert "site-packages" in run(str(python), "-c", code).stdout
+
+
+@pytest.mark.slow
+def test_a_build_with_cuda(tmp_path):
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not installed")
+    python = environment_with(tmp_path, build_wheel(tmp_path, DRQ_FAST_CUDA="1"))
+    assert "extension: runtime" in run(str(python), "-m", "drq_fast", "info").stdout
+
+
+@pytest.mark.slow
+def test_a_compile_error_is_an_error(tmp_path):
+    source = copy_of_the_source(tmp_path)
+    (source / "csrc/cpu/adc.cpp").write_text("this is not C++")
+    result = run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(tmp_path), str(source), DRQ_FAST_CUDA="0")
+    assert result.returncode != 0
+
+
+def build_wheel(folder: Path, **variables: str) -> Path:
+    """`pip wheel` of a copy of the source, in pip's own isolated environment, where torch is not."""
+    source = copy_of_the_source(folder)
+    result = run(sys.executable, "-m", "pip", "wheel", "--no-deps", "-w", str(folder), str(source), **variables)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return next(folder.glob("*.whl"))
+
+
+def environment_with(folder: Path, wheel: Path) -> Path:
+    """The python of a new environment with this wheel, borrowing torch and the rest from the present one."""
+    venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv/bin/python"
+    site = next((folder / "venv/lib").glob("python*/site-packages"))
+    shutil.unpack_archive(wheel, site, "zip")
+    present = next(p for p in sys.path if p.endswith("site-packages"))
+    # A path line, not a site directory: the editable install there is not activated.
+    (site / "borrowed.pth").write_text(f"{present}\n")
+    return python
