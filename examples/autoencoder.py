@@ -59,7 +59,7 @@ def run(make_quantizer: Callable[[], nn.Module], seed: int, steps: int) -> tuple
     train, held_out = images[torch.randperm(len(images))].split([1500, len(images) - 1500])
     model = Autoencoder(make_quantizer())
     optimiser = torch.optim.Adam(model.parameters(), lr=2e-3)
-    for _ in tqdm(range(steps), desc=f"{make_quantizer.__name__}, seed {seed}", leave=False):
+    for _ in tqdm(range(steps), desc=f"{make_quantizer.__name__}, seed {seed}", leave=False, disable=None):
         batch = train[torch.randint(len(train), (256,))]
         image, _, loss = model(batch)
         total = F.mse_loss(image, batch) + loss

@@ -23,8 +23,9 @@ def copy_of_the_source(folder: Path) -> Path:
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """In a folder that is no source tree, so that `python -m` finds what is installed."""
     environment = {**os.environ, **variables}
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=os.sep, check=False)
 
 
 def seconds(code: str) -> float:
@@ -53,9 +54,7 @@ def test_source_tree_without_a_build_works_and_warns_once(tmp_path):
     )
     # -S and a path of our own: neither the installed package nor its import hooks are seen.
     paths = os.pathsep.join([str(source), *(p for p in sys.path if p.endswith("site-packages"))])
-    environment = {**os.environ, "PYTHONPATH": paths}
-    command = [sys.executable, "-S", "-c", code]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    result = run(sys.executable, "-S", "-c", code, PYTHONPATH=paths)
     assert result.returncode == 0, result.stderr
     assert str(source) in result.stdout
     assert result.stderr.count("drq_fast runs without its native code") == 1

@@ -321,7 +321,7 @@ def test_compiles_without_graph_breaks(backend, options):
     torch.testing.assert_close(a.loss, b.loss)
     (a.loss + a.quantized.square().sum()).backward()
     (b.loss + b.quantized.square().sum()).backward()
-    torch.testing.assert_close(x.grad, y.grad, rtol=1e-4, atol=1e-5)
+    assert (x.grad - y.grad).norm() <= 1e-4 * y.grad.norm()
 
 
 def test_compiled_forward_of_an_uninitialised_layer_says_what_to_do():
