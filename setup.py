@@ -6,6 +6,7 @@ DRQ_FAST_NATIVE=1            without a C++ compiler: fail instead of installing 
 """
 
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -17,8 +18,13 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-CXX_SOURCES = ["csrc/bindings.cpp", "csrc/cpu/adc.cpp"]
+CXX_SOURCES = ["csrc/bindings.cpp", "csrc/cpu/adc.cpp", "csrc/cpu/dispatch.cpp"]
 CUDA_SOURCES = ["csrc/cuda/adc.cu"]
+# Compiled once per instruction set and chosen at run time.
+ISA_SOURCES = ["csrc/cpu/encode.cpp"]
+ISA_FLAGS = {"portable": ""}
+if platform.machine().lower() in ("x86_64", "amd64"):
+    ISA_FLAGS |= {"avx2": "-mavx2 -mfma", "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq"}
 # Scores are defined without fused multiply-add, so that every backend returns the same bits.
 CXX_FLAGS = [
     "-std=c++17",
@@ -83,7 +89,7 @@ def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
 
     python = sysconfig.get_paths()
     includes = " ".join(f"-isystem {ninja_path(p)}" for p in (pybind11.get_include(), python["include"]))
-    defines = "-DDRQ_FAST_CUDA" if nvcc else ""
+    defines = ("-DDRQ_FAST_CUDA " if nvcc else "") + ("-DDRQ_X86" if len(ISA_FLAGS) > 1 else "")
     shared = "-bundle -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared"
     arch = os.environ.get("DRQ_FAST_CUDA_ARCH", "all-major")
     cxx_sources = [ROOT / name for name in CXX_SOURCES]
@@ -92,7 +98,7 @@ def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
         f"cxx = {cxx}",
         f"flags = {' '.join(CXX_FLAGS)} {defines} {includes} -I{ninja_path(ROOT / 'csrc')}",
         "rule cxx",
-        "  command = $cxx $flags -MMD -MF $out.d -c $in -o $out",
+        "  command = $cxx $flags $isa -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
         "  deps = gcc",
     ]
@@ -114,6 +120,11 @@ def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
         for source in sources:
             objects.append(f"{source.stem}.{rule}.o")
             lines.append(f"build {objects[-1]}: {rule} {ninja_path(source)}")
+    for name in ISA_SOURCES:
+        for isa, flags in ISA_FLAGS.items():
+            objects.append(f"{Path(name).stem}.{isa}.o")
+            lines.append(f"build {objects[-1]}: cxx {ninja_path(ROOT / name)}")
+            lines.append(f"  isa = -DDRQ_ISA={isa} {flags}")
     lines.append(f"build {ninja_path(target)}: link {' '.join(objects)}")
     return "\n".join(lines) + "\n"
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from . import reference
+
+MAX_CODEWORDS = 8192  # up to which `encode` forms their inner products
+_TILE = 1 << 20  # floats of a tile that stays in cache
 
 extension: ModuleType | None
 try:
@@ -50,6 +56,72 @@ def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         with torch.cuda.device(table.device):
             extension.lookup_cuda(*arguments, stream=torch.cuda.current_stream().cuda_stream)
     return sums
+
+
+def encode(
+    x: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    beam: int = 1,
+    level_weights: Tensor | None = None,
+) -> Tensor:
+    """`reference.encode` in float32 and score space: one product with the codebook, then additions only.
+
+    Works on tiles of rows whose scores [rows, K] stay in cache.
+    """
+    assert extension is not None
+    x, codebook, scale = x.float(), codebook.float().contiguous(), scale.float().contiguous()
+    (K, D), M = codebook.shape, len(scale)
+    P = -(-K // 16) * 16
+    gram = torch.zeros(K, P)
+    torch.mm(codebook, codebook.T, out=gram[:, :K])
+    bias = torch.full((M, P), float("inf"))
+    bias[:, :K] = (scale * scale)[:, None] * gram.diagonal()
+    omega = torch.ones(M) if level_weights is None else level_weights.float()
+    still_to_come = reference.still_to_come(omega)
+    codes = torch.empty(len(x), M, dtype=torch.uint8 if K <= 256 else torch.int32)
+    rows = max(64, min(_TILE // K, _TILE // D))
+    scores, norms = torch.empty(rows, K), torch.empty(rows)
+    for first in range(0, len(x), rows):
+        tile = x[first : first + rows]
+        tile = (tile if offset is None else tile - offset.float()).contiguous()
+        N = len(tile)
+        torch.mm(tile, codebook.T, out=scores[:N])
+        torch.linalg.vecdot(tile, tile, out=norms[:N])
+        extension.encode_cpu(
+            scores=scores.data_ptr(),
+            squared_norms=norms.data_ptr(),
+            x=tile.data_ptr(),
+            codebook=codebook.data_ptr(),
+            gram=gram.data_ptr(),
+            bias=bias.data_ptr(),
+            scale=scale.data_ptr(),
+            omega=omega.data_ptr(),
+            still_to_come=still_to_come.data_ptr(),
+            codes=codes[first:].data_ptr(),
+            wide=codes.dtype == torch.int32,
+            N=N,
+            K=K,
+            P=P,
+            D=D,
+            M=M,
+            beam=beam,
+            isa=instruction_set(),
+            threads=torch.get_num_threads(),
+        )
+    return codes
+
+
+def instruction_set() -> str:
+    """The widest that this processor has and the extension was compiled for; DRQ_FAST_ISA forces another."""
+    assert extension is not None
+    supported: list[str] = extension.supported_isas()
+    forced = os.environ.get("DRQ_FAST_ISA")
+    if forced and forced not in supported:
+        raise ValueError(f"DRQ_FAST_ISA must be one of {', '.join(supported)} on this machine, got {forced!r}.")
+    return forced or supported[-1]
 
 
 def cuda_versions() -> tuple[str, str] | None:

@@ -18,6 +18,7 @@ OPERATIONS = ("quantize", "distortion", "encode", "decode", "adc", "search")
 
 # (operation, device type) -> the backends that implement it beside "torch", the fastest first.
 FASTER: dict[tuple[str, str], tuple[str, ...]] = {
+    ("encode", "cpu"): ("native",),
     ("decode", "cuda"): ("triton",),
     ("adc", "cpu"): ("native",),
     ("adc", "cuda"): ("native",),

@@ -86,13 +86,18 @@ def encode(
 
     >>> codes = encode(x, codebook, scale, beam=16)
     """
-    _, D, M = checks.codec("encode", codebook, scale, offset)
+    K, D, M = checks.codec("encode", codebook, scale, offset)
     checks.vectors("encode", "x", x, D, codebook.device)
     checks.integer("encode", "beam", beam, 1)
     weights = checks.level_weights("encode", level_weights, M)
-    _backend.choose("encode", x.device, backend)
     omega = None if weights is None else torch.tensor(weights, device=x.device)
-    return reference.encode(x, codebook, scale, offset=offset, beam=beam, level_weights=omega)
+    unsupported = _unsupported(x.detach(), codebook.detach(), scale.detach())
+    if K > _native.MAX_CODEWORDS:
+        unsupported = f"it forms K x K inner products, and K is above {_native.MAX_CODEWORDS}"
+    native = _backend.choose("encode", x.device, backend, unsupported) == "native"
+    compute = _native.encode if native else reference.encode
+    with torch.no_grad():
+        return compute(x, codebook, scale, offset=offset, beam=beam, level_weights=omega)
 
 
 def decode(

@@ -275,14 +275,13 @@ def _encode_beam(h: Tensor, codebook: Tensor, scale: Tensor, beam: int, level_we
     """Keeps the `beam` best paths [N, B] after each level, sorted by code, so that ties go to the smaller code."""
     N, K, M = len(h), len(codebook), len(scale)
     omega = torch.ones(M, dtype=h.dtype, device=h.device) if level_weights is None else level_weights.to(h)
-    # A path pays what its finished levels cost, plus its present error for all levels still to come.
-    still_to_come = omega.flip(0).cumsum(0).flip(0).clamp_min(1e-6 * float(omega.sum()))
+    tail = still_to_come(omega)
     residual = h[:, None]  # [N, B, D]
     paid = h.new_zeros(N, 1)  # [N, B]
     codes = torch.empty(N, 1, 0, dtype=torch.int64, device=h.device)
     for m, s in enumerate(scale.unbind()):
         error = residual.square().sum(dim=2, keepdim=True) + _key(residual, codebook, s)  # d^2 [N, B, K]
-        key = (paid[:, :, None] + error * still_to_come[m]).flatten(1)
+        key = (paid[:, :, None] + error * tail[m]).flatten(1)
         width = 1 if m == M - 1 else beam
         chosen = key.sort(dim=1, stable=True).indices[:, :width].sort(dim=1).values  # [N, B'], in order of the code
         parent, codeword = chosen // K, chosen % K
@@ -291,6 +290,11 @@ def _encode_beam(h: Tensor, codebook: Tensor, scale: Tensor, beam: int, level_we
         codes = torch.cat([codes[rows, parent], codeword[:, :, None]], dim=2)
         residual = residual[rows, parent] - s * codebook[codeword]
     return codes[:, 0]
+
+
+def still_to_come(omega: Tensor) -> Tensor:
+    """[M]: a path in a beam pays what its finished levels cost, plus its present error times this."""
+    return omega.flip(0).cumsum(0).flip(0).clamp_min(1e-6 * float(omega.sum()))
 
 
 def _cost(scores: Tensor, metric: str) -> Tensor:

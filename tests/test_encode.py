@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from drq_fast import fit, functional, reference
+from drq_fast import BackendUnavailable, _native, fit, functional, reference
 
 
 @pytest.mark.parametrize(
@@ -77,3 +77,108 @@ def test_tiles_give_the_same_codes_as_one_piece(codec, monkeypatch):
     monkeypatch.setattr(fit, "_TILE", 100 * 16)
     tiled = fit.encode(x, codebook, scale, offset)
     assert torch.equal(tiled, reference.encode(x, codebook, scale, offset=offset))
+
+
+needs_native = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
+ISAS = [] if _native.extension is None else _native.extension.supported_isas()
+
+
+def excess(x, codebook, scale, codes):
+    """How much worse than the best each greedy choice is, given those before it: [N, M] in float64, relative to
+    ||x||^2 + ||s C||^2."""
+    h, codebook, scale = x.double(), codebook.double(), scale.double()
+    columns = []
+    for m, s in enumerate(scale):
+        error = (h[:, None] - s * codebook).square().sum(dim=2)
+        chosen = error.gather(1, codes[:, m : m + 1].long()).squeeze(1)
+        size = h.square().sum(dim=1) + (s * codebook).square().sum(dim=1).max()
+        columns.append((chosen - error.min(dim=1).values) / size)
+        h = h - s * codebook[codes[:, m].long()]
+    return torch.stack(columns, dim=1)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("N", "D", "K", "M"),
+    [(0, 3, 4, 2), (1, 1, 2, 1), (1000, 33, 17, 4), (301, 5, 256, 16), (90, 7, 4096, 3), (50, 700, 300, 4)],
+)
+def test_native_greedy_choices_are_the_best(codec, N, D, K, M):
+    x, codebook, scale, offset = codec(N, D, K, M)
+    codes = functional.encode(x + offset, codebook, scale, offset=offset, backend="native")
+    assert codes.dtype == (torch.uint8 if K <= 256 else torch.int32)
+    if N:
+        assert excess(x + offset - offset, codebook, scale, codes).max() < 1e-6
+
+
+@needs_native
+@pytest.mark.parametrize("beam", [2, 5, 16])
+def test_native_beam_is_as_good_as_the_reference(codec, beam):
+    x, codebook, scale, offset = codec(N=500, D=12, K=40, M=4)
+    for omega in (None, (0.1, 0.1, 0.1, 1.0), (1.0, 0.0, 0.0, 0.0)):
+        options = {"offset": offset, "beam": beam, "level_weights": omega}
+        codes = {b: functional.encode(x, codebook, scale, backend=b, **options) for b in ("torch", "native")}
+        assert (codes["torch"] == codes["native"]).all(dim=1).float().mean() > 0.99
+        cost = {}
+        for name, code in codes.items():
+            decoded = [functional.decode(code, codebook, scale, offset=offset, levels=m) for m in range(1, 5)]
+            weights = omega or (1.0,) * 4
+            cost[name] = sum(w * float((x - d).square().sum()) for w, d in zip(weights, decoded, strict=True))
+        assert cost["native"] == pytest.approx(cost["torch"], rel=1e-4)
+
+
+@needs_native
+def test_ties_padding_and_empty_input(codec):
+    twins = torch.tensor([[1.0, 2.0]] * 5)
+    x = torch.randn(9, 2, generator=torch.Generator().manual_seed(0))
+    for beam in (1, 3):
+        assert functional.encode(x, twins, torch.ones(3), beam=beam, backend="native").unique().tolist() == [0]
+    words = torch.tensor([[1.0], [1.0], [3.0]])
+    assert functional.encode(torch.tensor([[4.0]]), words, torch.ones(2), beam=9, backend="native").tolist() == [[2, 0]]
+
+
+@needs_native
+@pytest.mark.parametrize("beam", [1, 4])
+def test_small_residuals_are_rebased(beam):
+    """x = C[a] + C[b] / 1000: in score space the second level would see little but rounding errors of the first."""
+    generator = torch.Generator().manual_seed(0)
+    codebook = torch.randn(64, 32, generator=generator) + 10
+    wanted = torch.stack([torch.arange(64), torch.arange(64).flip(0)], dim=1)
+    scale = torch.tensor([1.0, 1e-3])
+    x = functional.decode(wanted, codebook.double(), scale.double()).float()
+    codes = functional.encode(x, codebook, scale, beam=beam, backend="native")
+    assert torch.equal(codes.long(), wanted)
+
+
+@needs_native
+@pytest.mark.parametrize("beam", [1, 7])
+def test_every_instruction_set_gives_the_same_codes(codec, monkeypatch, beam):
+    x, codebook, scale, offset = codec(N=2000, D=40, K=100, M=5)
+    x[::3] = codebook[torch.arange(len(x[::3])) % 100] + 1e-4 * x[::3] + offset  # these are re-based
+    results = []
+    for isa in ISAS:
+        monkeypatch.setenv("DRQ_FAST_ISA", isa)
+        results.append(functional.encode(x, codebook, scale, offset=offset, beam=beam, backend="native"))
+    assert ISAS[0] == "portable"
+    assert all(torch.equal(result, results[0]) for result in results)
+    monkeypatch.setenv("DRQ_FAST_ISA", "mmx")
+    with pytest.raises(ValueError, match=r"DRQ_FAST_ISA must be one of portable.* on this machine, got 'mmx'\."):
+        functional.encode(x, codebook, scale, backend="native")
+
+
+@needs_native
+def test_native_refuses_what_it_cannot_do(codec):
+    x, codebook, scale, _ = codec()
+    with pytest.raises(BackendUnavailable, match="an input is float64"):
+        functional.encode(x.double(), codebook, scale, backend="native")
+    with pytest.raises(BackendUnavailable, match="K is above 8192"):
+        functional.encode(torch.zeros(1, 1), torch.zeros(9000, 1), scale, backend="native")
+
+
+@needs_native
+def test_native_takes_narrow_and_strided_inputs(codec):
+    x, codebook, scale, _ = codec(N=200, D=20)
+    codes = functional.encode(x, codebook, scale, backend="native")
+    turned = (x.T.contiguous().T, codebook.T.contiguous().T, scale)
+    assert torch.equal(functional.encode(*turned, backend="native"), codes)
+    half = functional.encode(x.bfloat16(), codebook, scale, backend="native")
+    assert torch.equal(half, functional.encode(x.bfloat16().float(), codebook, scale, backend="native"))

@@ -13,7 +13,8 @@ PACKAGE = ROOT / "drq_fast"
 # Each floor may import from the floors below it.
 FLOORS = [
     ["checks", "_C"],
-    ["reference", "kernels", "_native", "files"],
+    ["reference", "kernels", "files"],
+    ["_native"],
     ["backend"],
     ["functional", "codes"],
     ["fit"],

@@ -1,0 +1,122 @@
+// Sixteen floats and the few operations that the kernels need, for AVX-512, AVX2 and plain C++. The width is the same
+// everywhere and nothing is fused, so that a kernel gives the same bits on every instruction set. A file that includes
+// this one is compiled once per set, with DRQ_ISA as the namespace of its code.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace drq {
+namespace DRQ_ISA {
+
+constexpr int64_t kWidth = 16;
+
+#if defined(__AVX512F__)
+
+struct Floats {
+  __m512 v;
+  static Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Floats all(float x) { return {_mm512_set1_ps(x)}; }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+};
+inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
+inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
+inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
+inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+// Bit i is set where lane i of a equals that of b, or is not greater.
+inline unsigned equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
+inline unsigned less_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }
+
+#elif defined(__AVX2__)
+
+struct Floats {
+  __m256 v[2];
+  static Floats load(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}}; }
+  static Floats all(float x) { return {{_mm256_set1_ps(x), _mm256_set1_ps(x)}}; }
+  void store(float* p) const {
+    _mm256_storeu_ps(p, v[0]);
+    _mm256_storeu_ps(p + 8, v[1]);
+  }
+};
+inline Floats operator+(Floats a, Floats b) { return {{_mm256_add_ps(a.v[0], b.v[0]), _mm256_add_ps(a.v[1], b.v[1])}}; }
+inline Floats operator-(Floats a, Floats b) { return {{_mm256_sub_ps(a.v[0], b.v[0]), _mm256_sub_ps(a.v[1], b.v[1])}}; }
+inline Floats operator*(Floats a, Floats b) { return {{_mm256_mul_ps(a.v[0], b.v[0]), _mm256_mul_ps(a.v[1], b.v[1])}}; }
+inline Floats min(Floats a, Floats b) { return {{_mm256_min_ps(a.v[0], b.v[0]), _mm256_min_ps(a.v[1], b.v[1])}}; }
+template <int kRelation>
+inline unsigned compare(Floats a, Floats b) {
+  return _mm256_movemask_ps(_mm256_cmp_ps(a.v[0], b.v[0], kRelation)) |
+         _mm256_movemask_ps(_mm256_cmp_ps(a.v[1], b.v[1], kRelation)) << 8;
+}
+inline unsigned equal(Floats a, Floats b) { return compare<_CMP_EQ_OQ>(a, b); }
+inline unsigned less_equal(Floats a, Floats b) { return compare<_CMP_LE_OQ>(a, b); }
+
+#else
+
+struct Floats {
+  float v[kWidth];
+  static Floats load(const float* p) {
+    Floats out;
+    for (int i = 0; i < kWidth; ++i) out.v[i] = p[i];
+    return out;
+  }
+  static Floats all(float x) {
+    Floats out;
+    for (int i = 0; i < kWidth; ++i) out.v[i] = x;
+    return out;
+  }
+  void store(float* p) const {
+    for (int i = 0; i < kWidth; ++i) p[i] = v[i];
+  }
+};
+template <class Operation>
+inline Floats each(const Floats& a, const Floats& b, Operation operation) {
+  Floats out;
+  for (int i = 0; i < kWidth; ++i) out.v[i] = operation(a.v[i], b.v[i]);
+  return out;
+}
+inline Floats operator+(const Floats& a, const Floats& b) {
+  return each(a, b, [](float x, float y) { return x + y; });
+}
+inline Floats operator-(const Floats& a, const Floats& b) {
+  return each(a, b, [](float x, float y) { return x - y; });
+}
+inline Floats operator*(const Floats& a, const Floats& b) {
+  return each(a, b, [](float x, float y) { return x * y; });
+}
+inline Floats min(const Floats& a, const Floats& b) {
+  return each(a, b, [](float x, float y) { return x < y ? x : y; });
+}
+inline unsigned equal(const Floats& a, const Floats& b) {
+  unsigned bits = 0;
+  for (int i = 0; i < kWidth; ++i) bits |= static_cast<unsigned>(a.v[i] == b.v[i]) << i;
+  return bits;
+}
+inline unsigned less_equal(const Floats& a, const Floats& b) {
+  unsigned bits = 0;
+  for (int i = 0; i < kWidth; ++i) bits |= static_cast<unsigned>(a.v[i] <= b.v[i]) << i;
+  return bits;
+}
+
+#endif
+
+// The smallest lane, and the sum of all lanes in a fixed order.
+inline float smallest(const Floats& a) {
+  float lanes[kWidth];
+  a.store(lanes);
+  float best = lanes[0];
+  for (int i = 1; i < kWidth; ++i) best = lanes[i] < best ? lanes[i] : best;
+  return best;
+}
+inline float sum(const Floats& a) {
+  float lanes[kWidth];
+  a.store(lanes);
+  for (int half = kWidth / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  return lanes[0];
+}
+
+}  // namespace DRQ_ISA
+}  // namespace drq
