@@ -6,7 +6,7 @@
 #include <string>
 
 #include "adc.h"
-#include "encode.h"
+#include "levels.h"
 
 namespace py = pybind11;
 
@@ -31,6 +31,77 @@ drq::Lookup lookup(std::uintptr_t table, std::uintptr_t scale, std::uintptr_t co
           wide};
 }
 
+// A job comes as keyword arguments named like the members of its struct: pointers and sizes as integers.
+struct Arguments {
+  const py::kwargs& given;
+  template <class T>
+  T* pointer(const char* name) const {
+    return reinterpret_cast<T*>(given[name].cast<std::uintptr_t>());
+  }
+  int64_t size(const char* name) const { return given[name].cast<int64_t>(); }
+};
+
+drq::Tile tile_of(const Arguments& job) {
+  return {job.pointer<float>("scores"),
+          job.pointer<float>("squared_norms"),
+          job.pointer<float>("x"),
+          job.pointer<float>("codebook"),
+          job.pointer<float>("gram"),
+          job.pointer<float>("diagonal"),
+          job.pointer<float>("bias"),
+          job.pointer<float>("scale"),
+          job.size("N"),
+          job.size("K"),
+          job.size("P"),
+          job.size("D"),
+          job.size("M")};
+}
+
+drq::Encode encode_of(const Arguments& job) {
+  return {
+      tile_of(job),     job.pointer<float>("omega"), job.pointer<float>("still_to_come"), job.pointer<void>("codes"),
+      job.size("beam"), job.size("wide") != 0};
+}
+
+drq::Loss loss_of(const Arguments& job) {
+  return {tile_of(job),
+          job.given["gamma"].cast<float>(),
+          job.pointer<int64_t>("codes"),
+          job.pointer<float>("residuals"),
+          job.pointer<float>("soft"),
+          job.pointer<float>("product"),
+          job.pointer<float>("soft_errors"),
+          job.pointer<float>("joint"),
+          job.pointer<float>("dhard"),
+          job.pointer<float>("dsoft"),
+          job.pointer<float>("djoint"),
+          job.pointer<float>("dscores"),
+          job.pointer<float>("dsquared_norms"),
+          job.pointer<float>("dgram"),
+          job.pointer<float>("ddiagonal"),
+          job.pointer<double>("dscale")};
+}
+
+int index_of(const std::string& isa) {
+  for (int i = 0; i < drq::kIsaCount; ++i)
+    if (isa == drq::kIsaNames[i] && drq::isa_supported(i)) return i;
+  throw std::runtime_error("this machine has no instruction set " + isa);
+}
+
+template <class Job>
+void def_kernel(py::module_& module, const char* name, Job (*job_of)(const Arguments&),
+                void (*kernel)(const Job&, int, int)) {
+  module.def(
+      name,
+      [=](const std::string& isa, int threads, const py::kwargs& arguments) {
+        const Job job = job_of(Arguments{arguments});
+        const int chosen = index_of(isa);
+        py::gil_scoped_release release;
+        kernel(job, chosen, threads);
+      },
+      py::arg("isa"), py::arg("threads"));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -52,40 +123,10 @@ PYBIND11_MODULE(_C, module) {
       if (drq::isa_supported(isa)) names.append(drq::kIsaNames[isa]);
     return names;
   });
-  module.def(
-      "encode_cpu",
-      [](std::uintptr_t scores, std::uintptr_t squared_norms, std::uintptr_t x, std::uintptr_t codebook,
-         std::uintptr_t gram, std::uintptr_t bias, std::uintptr_t scale, std::uintptr_t omega,
-         std::uintptr_t still_to_come, std::uintptr_t codes, bool wide, int64_t N, int64_t K, int64_t P, int64_t D,
-         int64_t M, int64_t beam, const std::string& isa, int threads) {
-        const auto floats = [](std::uintptr_t pointer) { return reinterpret_cast<const float*>(pointer); };
-        const drq::Encode job{floats(scores),
-                              floats(squared_norms),
-                              floats(x),
-                              floats(codebook),
-                              floats(gram),
-                              floats(bias),
-                              floats(scale),
-                              floats(omega),
-                              floats(still_to_come),
-                              reinterpret_cast<void*>(codes),
-                              N,
-                              K,
-                              P,
-                              D,
-                              M,
-                              beam,
-                              wide};
-        int chosen = 0;
-        for (int i = 0; i < drq::kIsaCount; ++i)
-          if (isa == drq::kIsaNames[i]) chosen = i;
-        if (!drq::isa_supported(chosen)) throw std::runtime_error(isa + " is not supported by this processor");
-        py::gil_scoped_release release;
-        drq::encode_cpu(job, chosen, threads);
-      },
-      py::arg("scores"), py::arg("squared_norms"), py::arg("x"), py::arg("codebook"), py::arg("gram"), py::arg("bias"),
-      py::arg("scale"), py::arg("omega"), py::arg("still_to_come"), py::arg("codes"), py::arg("wide"), py::arg("N"),
-      py::arg("K"), py::arg("P"), py::arg("D"), py::arg("M"), py::arg("beam"), py::arg("isa"), py::arg("threads"));
+  def_kernel(module, "encode_cpu", encode_of, drq::encode_cpu);
+  def_kernel(module, "assign_cpu", loss_of, drq::assign_cpu);
+  def_kernel(module, "errors_cpu", loss_of, drq::errors_cpu);
+  def_kernel(module, "backward_cpu", loss_of, drq::backward_cpu);
 
 #ifdef DRQ_FAST_CUDA
   module.attr("cuda") = true;

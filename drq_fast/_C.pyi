@@ -10,26 +10,9 @@ def lookup_cuda(
     table: int, scale: int, codes: int, wide: bool, sums: int, Q: int, N: int, K: int, M: int, stream: int
 ) -> None: ...
 def supported_isas() -> list[str]: ...
-def encode_cpu(
-    scores: int,
-    squared_norms: int,
-    x: int,
-    codebook: int,
-    gram: int,
-    bias: int,
-    scale: int,
-    omega: int,
-    still_to_come: int,
-    codes: int,
-    wide: bool,
-    N: int,
-    K: int,
-    P: int,
-    D: int,
-    M: int,
-    beam: int,
-    isa: str,
-    threads: int,
-) -> None: ...
+def encode_cpu(isa: str, threads: int, **job: int) -> None: ...
+def assign_cpu(isa: str, threads: int, **job: float) -> None: ...
+def errors_cpu(isa: str, threads: int, **job: float) -> None: ...
+def backward_cpu(isa: str, threads: int, **job: float) -> None: ...
 def cuda_runtime_version() -> int: ...
 def cuda_driver_version() -> int: ...

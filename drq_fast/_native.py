@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,6 +60,35 @@ def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return sums
 
 
+class _Codec:
+    """A codec as the level kernels want it: K padded to P, a multiple of 16, in float32."""
+
+    def __init__(self, codebook: Tensor, scale: Tensor) -> None:
+        self.K, self.D = codebook.shape
+        self.P = -(-self.K // 16) * 16
+        self.M = len(scale)
+        self.scale = scale.float().contiguous()
+        self.codebook = torch.nn.functional.pad(codebook.float(), (0, 0, 0, self.P - self.K)).contiguous()
+        self.gram = self.codebook @ self.codebook.T
+        self.diagonal = self.gram.diagonal().contiguous()
+        self.bias = (self.scale * self.scale)[:, None] * self.diagonal
+        self.bias[:, self.K :] = float("inf")
+
+    def tiles(self, x: Tensor, offset: Tensor | None, rows: int) -> Iterator[tuple[slice, Tensor, dict[str, int]]]:
+        """(rows, x - offset there, what every kernel is told of them) with the scores of the tile in `scores`."""
+        self.scores, self.norms = torch.empty(rows, self.P), torch.empty(rows)
+        for first in range(0, len(x), rows):
+            tile = x[first : first + rows].float()
+            tile = (tile if offset is None else tile - offset.float()).contiguous()
+            N = len(tile)
+            torch.mm(tile, self.codebook.T, out=self.scores[:N])
+            torch.linalg.vecdot(tile, tile, out=self.norms[:N])
+            told = {name: getattr(self, name).data_ptr() for name in ("codebook", "gram", "diagonal", "bias", "scale")}
+            told |= {"scores": self.scores.data_ptr(), "squared_norms": self.norms.data_ptr(), "x": tile.data_ptr()}
+            told |= {"N": N, "K": self.K, "P": self.P, "D": self.D, "M": self.M}
+            yield slice(first, first + N), tile, told
+
+
 def encode(
     x: Tensor,
     codebook: Tensor,
@@ -67,51 +98,90 @@ def encode(
     beam: int = 1,
     level_weights: Tensor | None = None,
 ) -> Tensor:
-    """`reference.encode` in float32 and score space: one product with the codebook, then additions only.
-
-    Works on tiles of rows whose scores [rows, K] stay in cache.
-    """
+    """`reference.encode` in float32 and score space: one product with the codebook, then additions only."""
     assert extension is not None
-    x, codebook, scale = x.float(), codebook.float().contiguous(), scale.float().contiguous()
-    (K, D), M = codebook.shape, len(scale)
-    P = -(-K // 16) * 16
-    gram = torch.zeros(K, P)
-    torch.mm(codebook, codebook.T, out=gram[:, :K])
-    bias = torch.full((M, P), float("inf"))
-    bias[:, :K] = (scale * scale)[:, None] * gram.diagonal()
-    omega = torch.ones(M) if level_weights is None else level_weights.float()
+    codec = _Codec(codebook, scale)
+    omega = torch.ones(codec.M) if level_weights is None else level_weights.float()
     still_to_come = reference.still_to_come(omega)
-    codes = torch.empty(len(x), M, dtype=torch.uint8 if K <= 256 else torch.int32)
-    rows = max(64, min(_TILE // K, _TILE // D))
-    scores, norms = torch.empty(rows, K), torch.empty(rows)
-    for first in range(0, len(x), rows):
-        tile = x[first : first + rows]
-        tile = (tile if offset is None else tile - offset.float()).contiguous()
-        N = len(tile)
-        torch.mm(tile, codebook.T, out=scores[:N])
-        torch.linalg.vecdot(tile, tile, out=norms[:N])
+    codes = torch.empty(len(x), codec.M, dtype=torch.uint8 if codec.K <= 256 else torch.int32)
+    for rows, _, told in codec.tiles(x, offset, max(64, _TILE // max(codec.P, codec.D))):
         extension.encode_cpu(
-            scores=scores.data_ptr(),
-            squared_norms=norms.data_ptr(),
-            x=tile.data_ptr(),
-            codebook=codebook.data_ptr(),
-            gram=gram.data_ptr(),
-            bias=bias.data_ptr(),
-            scale=scale.data_ptr(),
+            **told,
             omega=omega.data_ptr(),
             still_to_come=still_to_come.data_ptr(),
-            codes=codes[first:].data_ptr(),
+            codes=codes[rows].data_ptr(),
             wide=codes.dtype == torch.int32,
-            N=N,
-            K=K,
-            P=P,
-            D=D,
-            M=M,
             beam=beam,
             isa=instruction_set(),
             threads=torch.get_num_threads(),
         )
     return codes
+
+
+class LossGradients(NamedTuple):
+    """value: the sum of what `weigh` returned; codes [N, M] int64; dx [N, D], dcodebook [K, D], dscale [M] or None."""
+
+    value: Tensor
+    codes: Tensor
+    dx: Tensor | None
+    dcodebook: Tensor | None
+    dscale: Tensor | None
+
+
+# (hard, soft, joint), each [n, M], as `reference.Distortion` has them -> (their loss, its gradient by each of them)
+Weigh = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]
+
+
+def loss(
+    x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float, offset: Tensor | None, weigh: Weigh, gradients: bool
+) -> LossGradients:
+    """A loss of the errors after each level and, in the same pass over x, its gradients: three products of N K D and
+    2 M of N K K, tile by tile, so that nothing of size N K is ever stored."""
+    assert extension is not None
+    codec = _Codec(codebook, scale)
+    M, P = codec.M, codec.P
+    rows = max(16, _TILE // (P * (2 * M + 1)))
+    threads = torch.get_num_threads()
+    codes = torch.empty(len(x), M, dtype=torch.int64)
+    residuals, soft_errors, joint = torch.empty(3, rows, M).unbind()
+    dhard, dsoft, djoint = torch.empty(3, rows, M).unbind()
+    soft, product = torch.empty(2, rows * M, P).unbind()
+    dscores, dnorms = torch.empty(rows, P), torch.empty(rows)
+    dgram, ddiagonal = torch.zeros(threads, P, P), torch.zeros(threads, P)
+    dscale = torch.zeros(threads, M, dtype=torch.float64)
+    buffers = {
+        "residuals": residuals, "soft": soft, "product": product, "soft_errors": soft_errors, "joint": joint,
+        "dhard": dhard, "dsoft": dsoft, "djoint": djoint, "dscores": dscores, "dsquared_norms": dnorms,
+        "dgram": dgram, "ddiagonal": ddiagonal, "dscale": dscale,
+    }  # fmt: skip
+    pointers = {name: buffer.data_ptr() for name, buffer in buffers.items()}
+    value = torch.zeros((), dtype=torch.float64)
+    dx = torch.empty(len(x), codec.D) if gradients else None
+    dcodebook = torch.zeros(P, codec.D)
+    for part, tile, told in codec.tiles(x, offset, rows):
+        N = len(tile)
+        job = {**told, **pointers, "codes": codes[part].data_ptr(), "gamma": gamma}
+        run = {"isa": instruction_set(), "threads": threads}
+        extension.assign_cpu(**run, **job)
+        torch.mm(soft[: N * M], codec.gram, out=product[: N * M])
+        extension.errors_cpu(**run, **job)
+        errors = residuals[:N].clamp_min(0).sqrt(), soft_errors[:N].clamp_min(0).sqrt(), joint[:N]
+        part_value, upstream = weigh(*errors)
+        value += part_value
+        if dx is not None:
+            for buffer, gradient in zip((dhard, dsoft, djoint), upstream, strict=True):
+                buffer[:N] = gradient
+            extension.backward_cpu(**run, **job)
+            dgram[0].addmm_(soft[: N * M].T, product[: N * M])
+            torch.mm(dscores[:N], codec.codebook, out=dx[part])
+            dx[part].addcmul_(tile, dnorms[:N, None], value=2)
+            dcodebook.addmm_(dscores[:N].T, tile)
+    if dx is None:
+        return LossGradients(value.float(), codes, None, None, None)
+    dgram_sum = dgram.sum(dim=0)
+    dgram_sum.diagonal().add_(ddiagonal.sum(dim=0))
+    dcodebook.addmm_(dgram_sum + dgram_sum.T, codec.codebook)
+    return LossGradients(value.float(), codes, dx, dcodebook[: codec.K], dscale.sum(dim=0).float())
 
 
 def instruction_set() -> str:

@@ -14,10 +14,11 @@ import torch
 from . import _native, checks
 
 BACKENDS = ("torch", "native", "triton")
-OPERATIONS = ("quantize", "distortion", "encode", "decode", "adc", "search")
+OPERATIONS = ("quantize", "distortion", "loss", "encode", "decode", "adc", "search")
 
 # (operation, device type) -> the backends that implement it beside "torch", the fastest first.
 FASTER: dict[tuple[str, str], tuple[str, ...]] = {
+    ("loss", "cpu"): ("native",),
     ("encode", "cpu"): ("native",),
     ("decode", "cuda"): ("triton",),
     ("adc", "cpu"): ("native",),

@@ -13,16 +13,19 @@ from torch import Tensor
 
 from . import _native, checks, reference
 from . import backend as _backend
-from .reference import Distortion, Quantized, SearchResult
+from .autograd import QuantizationLoss
+from .reference import Distortion, Loss, Quantized, SearchResult
 
 __all__ = [
     "Distortion",
+    "Loss",
     "Quantized",
     "SearchResult",
     "adc",
     "decode",
     "distortion",
     "encode",
+    "loss",
     "quantize",
     "search",
 ]
@@ -70,6 +73,44 @@ def distortion(
     return reference.distortion(x, codebook, scale, gamma=gamma, offset=offset)
 
 
+def loss(
+    x: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    gamma: float | Tensor,
+    offset: Tensor | None = None,
+    weights: Sequence[float] = (1.0, 1.0, 1.0),
+    level_weights: Sequence[float] | Tensor | None = None,
+    joint: str = "gap",
+    backend: str | None = None,
+) -> Loss:
+    """The quantization loss of a batch: Loss(loss scalar, codes [N, M] int64); differentiable once.
+
+    weights: of the hard, the soft and the joint error of the paper, each summed over levels with level_weights [M] and
+    averaged over the batch. joint "gap" is |E_h - E_s|, "mse" the squared distance of the two approximations.
+
+    >>> loss(x, codebook, scale, gamma=1.0).loss.backward()
+    """
+    K, D, M = checks.codec("loss", codebook, scale, offset)
+    checks.vectors("loss", "x", x, D, codebook.device)
+    checks.gamma("loss", gamma)
+    checks.choice("loss", "joint", joint, ("gap", "mse"))
+    terms = checks.weights("loss", weights)
+    omega = checks.level_weights("loss", level_weights, M)
+    unsupported = _unsupported_levels(K, x, codebook, scale, offset)
+    if isinstance(gamma, Tensor) and gamma.requires_grad:
+        unsupported = "it gives no gradient of gamma"
+    per_level = None if omega is None else torch.tensor(omega, device=x.device)
+    if _backend.choose("loss", x.device, backend, unsupported) == "native":
+        ones = torch.ones(M) if per_level is None else per_level
+        with torch.autocast(x.device.type, enabled=False):
+            return Loss(*QuantizationLoss.apply(x, codebook, scale, offset, float(gamma), terms, ones, joint))
+    return reference.loss(
+        x, codebook, scale, gamma=gamma, offset=offset, weights=terms, level_weights=per_level, joint=joint
+    )
+
+
 def encode(
     x: Tensor,
     codebook: Tensor,
@@ -91,12 +132,10 @@ def encode(
     checks.integer("encode", "beam", beam, 1)
     weights = checks.level_weights("encode", level_weights, M)
     omega = None if weights is None else torch.tensor(weights, device=x.device)
-    unsupported = _unsupported(x.detach(), codebook.detach(), scale.detach())
-    if K > _native.MAX_CODEWORDS:
-        unsupported = f"it forms K x K inner products, and K is above {_native.MAX_CODEWORDS}"
+    unsupported = _unsupported_levels(K, x, codebook, scale, offset)
     native = _backend.choose("encode", x.device, backend, unsupported) == "native"
     compute = _native.encode if native else reference.encode
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         return compute(x, codebook, scale, offset=offset, beam=beam, level_weights=omega)
 
 
@@ -216,11 +255,22 @@ def _choose_lookup(op: str, backend: str | None, *inputs: Tensor | None) -> refe
 
 
 def _unsupported(*inputs: Tensor | None) -> str | None:
-    """Why no compiled kernel may be used for these inputs, if so."""
-    if torch.compiler.is_compiling():
-        return "torch.compile cannot trace it"
+    """Why no kernel without a gradient may be used for these inputs, if so."""
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
         return "it gives no gradient, and an input requires one"
+    return _unsupported_at_all(*inputs)
+
+
+def _unsupported_levels(K: int, *inputs: Tensor | None) -> str | None:
+    """Why the level kernels may not be used, if so."""
+    if K > _native.MAX_CODEWORDS:
+        return f"it forms K x K inner products, and K is above {_native.MAX_CODEWORDS}"
+    return _unsupported_at_all(*inputs)
+
+
+def _unsupported_at_all(*inputs: Tensor | None) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile cannot trace it"
     if any(t is not None and t.dtype == torch.float64 for t in inputs):
         return "it computes in float32, and an input is float64"
     return None

@@ -115,28 +115,26 @@ class RecurrentQuantizer(nn.Module):
         if not self.initialised:
             self._initialise_in_forward(flat)
         scale = self.scale[:L]
-        errors = functional.distortion(flat, self.codebook, scale, gamma=self.gamma, offset=self.offset)
-        codes = errors.codes.reshape(*x.shape[:-1], L)
+        loss, flat_codes = functional.loss(
+            flat,
+            self.codebook,
+            scale,
+            gamma=self.gamma,
+            offset=self.offset,
+            weights=self.weights,
+            level_weights=None if self.level_weights is None else self.level_weights[:L],
+            joint=self.joint,
+        )
+        codes = flat_codes.reshape(*x.shape[:-1], L)
         if not reconstruct:
-            return QuantizerOutput(None, codes, self._loss(errors))
+            return QuantizerOutput(None, codes, loss)
         with torch.no_grad():
-            hard = functional.decode(errors.codes, self.codebook, scale, offset=self.offset).to(x.dtype)
+            hard = functional.decode(flat_codes, self.codebook, scale, offset=self.offset).to(x.dtype)
         through = flat
         if self.gradient == "soft":
             through = functional.quantize(flat, self.codebook, scale, gamma=self.gamma, offset=self.offset).soft
         quantized = hard + (through - through.detach())  # adds an exact zero that carries the gradient
-        return QuantizerOutput(quantized.reshape(x.shape), codes, self._loss(errors))
-
-    def _loss(self, errors: functional.Distortion) -> Tensor:
-        """weights . (E_h, E_s, E_j), each per vector, averaged over the batch; 0 for an empty batch."""
-        hard, soft = errors.hard, errors.soft
-        if self.level_weights is not None:
-            omega = hard.new_tensor(self.level_weights[: hard.shape[1]])
-            hard, soft = hard * omega, soft * omega
-        e_hard, e_soft = hard.sum(dim=1), soft.sum(dim=1)
-        e_joint = (e_hard - e_soft).abs() if self.joint == "gap" else errors.joint[:, -1]
-        a, b, c = self.weights
-        return (a * e_hard + b * e_soft + c * e_joint).sum() / max(len(e_hard), 1)
+        return QuantizerOutput(quantized.reshape(x.shape), codes, loss)
 
     @torch.no_grad()
     def encode(self, x: Array, beam: int = 1) -> Array:

@@ -38,6 +38,13 @@ class Distortion(NamedTuple):
     codes: Tensor
 
 
+class Loss(NamedTuple):
+    """loss: a scalar; codes [N, M] int64."""
+
+    loss: Tensor
+    codes: Tensor
+
+
 class SearchResult(NamedTuple):
     """scores [Q, k], best first, and positions [Q, k] int64: rows of the codes, -1 where there were fewer than k."""
 
@@ -80,6 +87,30 @@ def distortion(
             joint.append((hard_error - soft_error).square().sum(dim=1))
             codes.append(level.codes)
         return Distortion(*(torch.stack(columns, dim=1) for columns in (hard, soft, joint, codes)))
+
+
+def loss(
+    x: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    gamma: float | Tensor,
+    offset: Tensor | None = None,
+    weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
+    level_weights: Tensor | None = None,
+    joint: str = "gap",
+) -> Loss:
+    """weights . (E_h, E_s, E_j), each per vector of x [N, D], averaged over the batch, and the codes; differentiable.
+
+    level_weights [M] weigh the levels within E_h and E_s. joint "gap": E_j = |E_h - E_s|; "mse": the squared distance
+    of the two approximations after the last level. An empty batch has loss 0.
+    """
+    errors = distortion(x, codebook, scale, gamma=gamma, offset=offset)
+    omega = errors.hard.new_ones(len(scale)) if level_weights is None else level_weights.to(errors.hard)
+    e_hard, e_soft = errors.hard @ omega, errors.soft @ omega
+    e_joint = (e_hard - e_soft).abs() if joint == "gap" else errors.joint[:, -1]
+    total = weights[0] * e_hard + weights[1] * e_soft + weights[2] * e_joint
+    return Loss(total.sum() / max(len(x), 1), errors.codes)
 
 
 def encode(

@@ -15,7 +15,7 @@ FLOORS = [
     ["checks", "_C"],
     ["reference", "kernels", "files"],
     ["_native"],
-    ["backend"],
+    ["backend", "autograd"],
     ["functional", "codes"],
     ["fit"],
     ["quantizer"],

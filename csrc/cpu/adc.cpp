@@ -42,7 +42,7 @@ void lookup_range(const Lookup& job, int64_t begin, int64_t end) {
 
 void lookup_cpu(const Lookup& job, int threads) {
   const int64_t units = job.Q * ((job.N + kBlock - 1) / kBlock);
-  parallel_for(units, threads, [&](int64_t begin, int64_t end) {
+  parallel_for(units, threads, [&](int64_t begin, int64_t end, int64_t) {
     if (job.wide)
       lookup_range<int32_t>(job, begin, end);
     else

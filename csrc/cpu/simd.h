@@ -3,7 +3,10 @@
 // this one is compiled once per set, with DRQ_ISA as the namespace of its code.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <cstring>
+#include <initializer_list>
 
 #if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
@@ -11,6 +14,7 @@
 
 namespace drq {
 namespace DRQ_ISA {
+namespace {
 
 constexpr int64_t kWidth = 16;
 
@@ -26,6 +30,15 @@ inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; 
 inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
+inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
+inline Floats root(Floats a) { return {_mm512_sqrt_ps(_mm512_max_ps(a.v, _mm512_setzero_ps()))}; }
+inline Floats inverse_or_zero(Floats a) {
+  return {_mm512_maskz_div_ps(_mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_GT_OQ), _mm512_set1_ps(1), a.v)};
+}
+inline Floats power_of_two(Floats n) {
+  return {
+      _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
+}
 // Bit i is set where lane i of a equals that of b, or is not greater.
 inline unsigned equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 inline unsigned less_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }
@@ -45,6 +58,19 @@ inline Floats operator+(Floats a, Floats b) { return {{_mm256_add_ps(a.v[0], b.v
 inline Floats operator-(Floats a, Floats b) { return {{_mm256_sub_ps(a.v[0], b.v[0]), _mm256_sub_ps(a.v[1], b.v[1])}}; }
 inline Floats operator*(Floats a, Floats b) { return {{_mm256_mul_ps(a.v[0], b.v[0]), _mm256_mul_ps(a.v[1], b.v[1])}}; }
 inline Floats min(Floats a, Floats b) { return {{_mm256_min_ps(a.v[0], b.v[0]), _mm256_min_ps(a.v[1], b.v[1])}}; }
+inline Floats max(Floats a, Floats b) { return {{_mm256_max_ps(a.v[0], b.v[0]), _mm256_max_ps(a.v[1], b.v[1])}}; }
+inline Floats root(Floats a) {
+  const __m256 zero = _mm256_setzero_ps();
+  return {{_mm256_sqrt_ps(_mm256_max_ps(a.v[0], zero)), _mm256_sqrt_ps(_mm256_max_ps(a.v[1], zero))}};
+}
+inline __m256 inverse_or_zero(__m256 a) {
+  return _mm256_and_ps(_mm256_div_ps(_mm256_set1_ps(1), a), _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GT_OQ));
+}
+inline Floats inverse_or_zero(Floats a) { return {{inverse_or_zero(a.v[0]), inverse_or_zero(a.v[1])}}; }
+inline __m256 power_of_two(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+inline Floats power_of_two(Floats n) { return {{power_of_two(n.v[0]), power_of_two(n.v[1])}}; }
 template <int kRelation>
 inline unsigned compare(Floats a, Floats b) {
   return _mm256_movemask_ps(_mm256_cmp_ps(a.v[0], b.v[0], kRelation)) |
@@ -89,6 +115,23 @@ inline Floats operator*(const Floats& a, const Floats& b) {
 inline Floats min(const Floats& a, const Floats& b) {
   return each(a, b, [](float x, float y) { return x < y ? x : y; });
 }
+inline Floats max(const Floats& a, const Floats& b) {
+  return each(a, b, [](float x, float y) { return x > y ? x : y; });
+}
+inline Floats root(const Floats& a) {
+  return each(a, a, [](float x, float) { return std::sqrt(x > 0 ? x : 0); });
+}
+inline Floats inverse_or_zero(const Floats& a) {
+  return each(a, a, [](float x, float) { return x > 0 ? 1 / x : 0; });
+}
+inline Floats power_of_two(const Floats& n) {
+  return each(n, n, [](float x, float) {
+    const int32_t bits = (static_cast<int32_t>(x) + 127) << 23;
+    float result;
+    std::memcpy(&result, &bits, sizeof result);
+    return result;
+  });
+}
 inline unsigned equal(const Floats& a, const Floats& b) {
   unsigned bits = 0;
   for (int i = 0; i < kWidth; ++i) bits |= static_cast<unsigned>(a.v[i] == b.v[i]) << i;
@@ -101,6 +144,17 @@ inline unsigned less_equal(const Floats& a, const Floats& b) {
 }
 
 #endif
+
+// exp(x) for x <= 0, to about one unit in the last place; 1e-38 and less become that.
+inline Floats exp_of_negative(Floats x) {
+  x = max(x, Floats::all(-87.0f));
+  const Floats shift = Floats::all(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
+  const Floats n = (x * Floats::all(1.44269504f) + shift) - shift;
+  const Floats f = (x - n * Floats::all(0.693359375f)) - n * Floats::all(-2.12194440e-4f);  // x - n ln 2, |f| <= 0.35
+  Floats y = Floats::all(1.0f / 5040);
+  for (const float c : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) y = y * f + Floats::all(c);
+  return y * power_of_two(n);
+}
 
 // The smallest lane, and the sum of all lanes in a fixed order.
 inline float smallest(const Floats& a) {
@@ -118,5 +172,6 @@ inline float sum(const Floats& a) {
   return lanes[0];
 }
 
+}  // namespace
 }  // namespace DRQ_ISA
 }  // namespace drq

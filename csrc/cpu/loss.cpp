@@ -1,0 +1,184 @@
+// Compiled once per instruction set; see simd.h. docs/math.md, section 3, derives the gradients.
+#include <cmath>
+
+#include "cpu/tile.h"
+
+namespace drq {
+namespace DRQ_ISA {
+
+void assign(const Loss& job, int64_t begin, int64_t end, int64_t) {
+  const Tile& tile = job.tile;
+  const int64_t P = tile.P, M = tile.M;
+  Buffer<float> t(P), residual(tile.D);
+  const Floats gamma = Floats::all(-job.gamma);
+  for (int64_t n = begin; n < end; ++n) {
+    const float* now = tile.scores + n * P;
+    int64_t* path = job.codes + n * M;
+    float r = tile.squared_norms[n];
+    for (int64_t m = 0; m < M; ++m) {
+      float* p = job.soft + (n * M + m) * P;
+      const float best = keys_of(now, tile.bias + m * P, tile.scale[m], P, p);
+      path[m] = first_equal(p, P, best);
+      const Floats squared = Floats::all(r), nearest = Floats::all(std::sqrt(r + best > 0 ? r + best : 0));
+      Floats total = Floats::all(0);
+      for (int64_t k = 0; k < P; k += kWidth) {
+        const Floats distance = root(squared + Floats::load(p + k));
+        const Floats weight = exp_of_negative(gamma * (distance - nearest));
+        weight.store(p + k);
+        total = total + weight;
+      }
+      const Floats share = Floats::all(1 / sum(total));
+      for (int64_t k = 0; k < P; k += kWidth) (Floats::load(p + k) * share).store(p + k);
+      p[path[m]] -= 1;
+      r = advance(tile, n, path, m, r + best, now, t.data, residual.data);
+      job.residuals[n * M + m] = r;
+      now = t.data;
+    }
+  }
+}
+
+namespace {
+
+// t_1 .. t_M of row n, [M, P], as `assign` saw them.
+void all_scores(const Loss& job, int64_t n, float* t, float* residual) {
+  const Tile& tile = job.tile;
+  const int64_t* path = job.codes + n * tile.M;
+  const float* now = tile.scores + n * tile.P;
+  float r = tile.squared_norms[n];
+  for (int64_t m = 0; m < tile.M; ++m) {
+    const float key = tile.bias[m * tile.P + path[m]] - 2 * tile.scale[m] * now[path[m]];
+    r = advance(tile, n, path, m, r + key, now, t + m * tile.P, residual);
+    now = t + m * tile.P;
+  }
+}
+
+// total = before + s * level, where there is a level before.
+void add_level(const float* before, const float* level, float s, int64_t P, float* total) {
+  const Floats factor = Floats::all(s);
+  for (int64_t k = 0; k < P; k += kWidth) {
+    const Floats term = factor * Floats::load(level + k);
+    (before == nullptr ? term : Floats::load(before + k) + term).store(total + k);
+  }
+}
+
+}  // namespace
+
+void errors(const Loss& job, int64_t begin, int64_t end, int64_t) {
+  const Tile& tile = job.tile;
+  const int64_t P = tile.P, M = tile.M;
+  Buffer<float> t(M * P), delta(P), v(P), residual(tile.D);
+  for (int64_t n = begin; n < end; ++n) {
+    all_scores(job, n, t.data, residual.data);
+    for (int64_t m = 0; m < M; ++m) {
+      add_level(m ? delta.data : nullptr, job.soft + (n * M + m) * P, tile.scale[m], P, delta.data);
+      add_level(m ? v.data : nullptr, job.product + (n * M + m) * P, tile.scale[m], P, v.data);
+      const float joint = dot(delta.data, v.data, P);
+      job.joint[n * M + m] = joint > 0 ? joint : 0;
+      job.soft_errors[n * M + m] = job.residuals[n * M + m] - 2 * dot(delta.data, t.data + m * P, P) + joint;
+    }
+  }
+}
+
+namespace {
+
+float half_over_root(float squared) { return squared > 0 ? 0.5f / std::sqrt(squared) : 0; }
+
+// Where one thread adds up what all of its rows share.
+struct Sums {
+  float *dgram, *ddiagonal;  // [P, P], [P]
+  double* dscale;            // [M]
+};
+
+// One level's share of the gradients of row n. t = t_m, rho = dL/dr_{m+1}, a = dL/dDelta_j summed over j >= m; dt comes
+// as dL/dt_{m+1} and leaves as dL/dt_m; returns dL/dr_m. Turns p - onehot in `soft` into p.
+float level_backward(const Loss& job, int64_t n, int64_t m, const float* t, float rho, const float* a, float* dt,
+                     const Sums& sums) {
+  const Tile& tile = job.tile;
+  const int64_t P = tile.P, b = job.codes[n * tile.M + m];
+  const float s = tile.scale[m];
+  float* p = job.soft + (n * tile.M + m) * P;
+
+  // t_{m+1} = t_m - s G[b], and Delta_m = Delta_{m-1} + s (p - onehot).
+  const float* row = tile.gram + b * P;
+  float* drow = sums.dgram + b * P;
+  const Floats factor = Floats::all(s);
+  Floats by_row = Floats::all(0), by_soft = Floats::all(0);
+  for (int64_t k = 0; k < P; k += kWidth) {
+    const Floats gradient = Floats::load(dt + k);
+    by_row = by_row + gradient * Floats::load(row + k);
+    by_soft = by_soft + Floats::load(p + k) * Floats::load(a + k);
+    (Floats::load(drow + k) - factor * gradient).store(drow + k);
+  }
+  const float of_soft = sum(by_soft);
+  double ds = static_cast<double>(of_soft) - sum(by_row);
+
+  // p = softmax(-gamma d), d^2[k] = r_m - 2 s t[k] + s^2 G[k, k]; q is the gradient by d^2.
+  p[b] += 1;
+  const float r = m ? job.residuals[n * tile.M + m - 1] : tile.squared_norms[n];
+  const float* bias = tile.bias + m * P;
+  const Floats squared = Floats::all(r), mean = Floats::all(of_soft + a[b]), slope = Floats::all(-0.5f * job.gamma * s);
+  const Floats twice = Floats::all(2 * s), scale_squared = Floats::all(s * s);
+  Floats dr = Floats::all(0), by_t = Floats::all(0), by_diagonal = Floats::all(0);
+  for (int64_t k = 0; k < P; k += kWidth) {
+    const Floats score = Floats::load(t + k);
+    const Floats distance = root(squared + (Floats::load(bias + k) - twice * score));
+    const Floats q = slope * Floats::load(p + k) * (Floats::load(a + k) - mean) * inverse_or_zero(distance);
+    dr = dr + q;
+    by_t = by_t + q * score;
+    by_diagonal = by_diagonal + q * Floats::load(tile.diagonal + k);
+    (Floats::load(dt + k) - twice * q).store(dt + k);
+    (Floats::load(sums.ddiagonal + k) + scale_squared * q).store(sums.ddiagonal + k);
+  }
+  ds += 2 * (static_cast<double>(s) * sum(by_diagonal) - sum(by_t));
+
+  // r_{m+1} = d^2[b].
+  dt[b] -= 2 * s * rho;
+  sums.ddiagonal[b] += s * s * rho;
+  ds += 2.0 * rho * (s * tile.diagonal[b] - t[b]);
+  sums.dscale[m] += ds;
+  return rho + sum(dr);
+}
+
+}  // namespace
+
+void backward(const Loss& job, int64_t begin, int64_t end, int64_t part) {
+  const Tile& tile = job.tile;
+  const int64_t P = tile.P, M = tile.M;
+  const Sums sums{job.dgram + part * P * P, job.ddiagonal + part * P, job.dscale + part * M};
+  Buffer<float> t(M * P), delta(M * P), v(M * P), a(P), dt(P), residual(tile.D);
+  for (int64_t n = begin; n < end; ++n) {
+    const int64_t first = n * M;
+    all_scores(job, n, t.data, residual.data);
+    for (int64_t m = 0; m < M; ++m) {
+      const int64_t now = m * P, before = now - P;
+      add_level(m ? delta.data + before : nullptr, job.soft + (first + m) * P, tile.scale[m], P, delta.data + now);
+      add_level(m ? v.data + before : nullptr, job.product + (first + m) * P, tile.scale[m], P, v.data + now);
+    }
+    std::memset(a.data, 0, P * sizeof(float));
+    std::memset(dt.data, 0, P * sizeof(float));
+    float rho = 0;
+    for (int64_t m = M - 1; m >= 0; --m) {
+      // soft_error = r_{m+1} - 2 <Delta, t_{m+1}> + Delta G Delta^T, joint = Delta G Delta^T.
+      const float alpha = job.dsoft[first + m] * half_over_root(job.soft_errors[first + m]);
+      const float kappa = alpha + job.djoint[first + m];
+      const Floats by_t = Floats::all(-2 * alpha), by_v = Floats::all(2 * kappa), weight = Floats::all(kappa);
+      const float *t_next = t.data + m * P, *delta_m = delta.data + m * P, *v_m = v.data + m * P;
+      float* weighted = job.product + (first + m) * P;
+      for (int64_t k = 0; k < P; k += kWidth) {
+        const Floats change = Floats::load(delta_m + k);
+        (Floats::load(a.data + k) + by_t * Floats::load(t_next + k) + by_v * Floats::load(v_m + k)).store(a.data + k);
+        (Floats::load(dt.data + k) + by_t * change).store(dt.data + k);
+        (weight * change).store(weighted + k);
+      }
+      rho += alpha + job.dhard[first + m] * half_over_root(job.residuals[first + m]);
+      const float* t_m = m ? t.data + (m - 1) * P : tile.scores + n * P;
+      rho = level_backward(job, n, m, t_m, rho, a.data, dt.data, sums);
+      std::memcpy(job.soft + (first + m) * P, delta_m, P * sizeof(float));
+    }
+    std::memcpy(job.dscores + n * P, dt.data, P * sizeof(float));
+    job.dsquared_norms[n] = rho;
+  }
+}
+
+}  // namespace DRQ_ISA
+}  // namespace drq

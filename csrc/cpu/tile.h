@@ -1,0 +1,78 @@
+// What encoding and training share, for one instruction set; see simd.h. Everything has internal linkage: a function
+// that the linker merged between the copies could carry AVX-512 into the portable one.
+#pragma once
+
+#include <cstring>
+#include <limits>
+
+#include "cpu/simd.h"
+#include "levels.h"
+
+namespace drq {
+namespace DRQ_ISA {
+namespace {
+
+template <class T>
+struct Buffer {
+  explicit Buffer(int64_t count) : data(new T[count]()) {}
+  ~Buffer() { delete[] data; }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  T* data;
+};
+
+int64_t first_equal(const float* values, int64_t count, float wanted) {
+  const Floats target = Floats::all(wanted);
+  for (int64_t k = 0; k < count; k += kWidth)
+    if (const unsigned bits = equal(Floats::load(values + k), target)) return k + __builtin_ctz(bits);
+  return 0;  // only where everything is NaN
+}
+
+// key[k] = bias[k] - 2 s t[k], and the smallest of them.
+float keys_of(const float* t, const float* bias, float s, int64_t P, float* key) {
+  const Floats twice = Floats::all(2 * s);
+  Floats best = Floats::all(std::numeric_limits<float>::infinity());
+  for (int64_t k = 0; k < P; k += kWidth) {
+    const Floats value = Floats::load(bias + k) - twice * Floats::load(t + k);
+    value.store(key + k);
+    best = min(best, value);
+  }
+  return smallest(best);
+}
+
+float dot(const float* a, const float* b, int64_t count) {
+  Floats total = Floats::all(0);
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) total = total + Floats::load(a + i) * Floats::load(b + i);
+  float result = sum(total);
+  for (; i < count; ++i) result += a[i] * b[i];
+  return result;
+}
+
+// Where a squared residual is below this share of ||x||^2, score space has lost too many of its bits.
+constexpr float kRebaseBelow = 1.0f / 256;
+
+// From level m to m + 1 of row n: t_next = t - s_m G[path[m]], given r = r_{m+1}; returns r. Where that is small, both
+// are formed anew from the residual itself. t_next may be t.
+template <class Code>
+float advance(const Tile& tile, int64_t n, const Code* path, int64_t m, float r, const float* t, float* t_next,
+              float* residual) {
+  if (r < tile.squared_norms[n] * kRebaseBelow) {
+    std::memcpy(residual, tile.x + n * tile.D, tile.D * sizeof(float));
+    for (int64_t i = 0; i <= m; ++i) {
+      const float* word = tile.codebook + path[i] * tile.D;
+      for (int64_t d = 0; d < tile.D; ++d) residual[d] -= tile.scale[i] * word[d];
+    }
+    for (int64_t k = 0; k < tile.K; ++k) t_next[k] = dot(residual, tile.codebook + k * tile.D, tile.D);
+    for (int64_t k = tile.K; k < tile.P; ++k) t_next[k] = 0;
+    return dot(residual, residual, tile.D);
+  }
+  const float* row = tile.gram + path[m] * tile.P;
+  const Floats factor = Floats::all(tile.scale[m]);
+  for (int64_t k = 0; k < tile.P; k += kWidth) (Floats::load(t + k) - factor * Floats::load(row + k)).store(t_next + k);
+  return r;
+}
+
+}  // namespace
+}  // namespace DRQ_ISA
+}  // namespace drq

@@ -1,0 +1,65 @@
+// Quantization in score space (docs/math.md, section 3), given the products of vectors and codewords.
+#pragma once
+
+#include <cstdint>
+
+namespace drq {
+
+// Some vectors and the codec. K is padded to P, a multiple of 16: scores, codewords and gram with zeros, bias with
+// infinity, so that padding is never chosen.
+struct Tile {
+  const float* scores;         // [N, P]  S = x C^T
+  const float* squared_norms;  // [N]     ||x||^2
+  const float* x;              // [N, D]  read only for rows that are re-based
+  const float* codebook;       // [P, D]  likewise
+  const float* gram;           // [P, P]  G = C C^T
+  const float* diagonal;       // [P]     G[k, k]
+  const float* bias;           // [M, P]  scale[m]^2 G[k, k]
+  const float* scale;          // [M]
+  int64_t N, K, P, D, M;
+};
+
+struct Encode {
+  Tile tile;
+  const float* omega;          // [M]     weights of the levels, for a beam
+  const float* still_to_come;  // [M]     weight of the present error at level m, for a beam
+  void* codes;                 // [N, M]  uint8 or int32
+  int64_t beam;
+  bool wide;  // codes are int32
+};
+void encode_cpu(const Encode& job, int isa, int threads);
+
+// The loss and its gradients, in three steps with a matrix product by the caller after the first and after the last:
+//   assign    codes, residuals and, in `soft`, p_m - onehot(b_m); then the caller sets product = soft G
+//   errors    soft_errors and joint
+//   backward  dscores, dsquared_norms, and added up over rows dgram, ddiagonal and dscale; it leaves in `soft` the sums
+//             Delta_m of scale[i] (p_i - onehot(b_i)) over i <= m, and in `product` those times the gradient of
+//             Delta_m G Delta_m^T; then the caller adds soft^T product to dgram
+struct Loss {
+  Tile tile;
+  float gamma;
+  int64_t* codes;         // [N, M]
+  float* residuals;       // [N, M]           r_{m+1} = ||x - xhat_m||^2
+  float* soft;            // [N, M, P]
+  float* product;         // [N, M, P]
+  float* soft_errors;     // [N, M]           ||x - xsoft_m||^2
+  float* joint;           // [N, M]           ||xsoft_m - xhat_m||^2
+  const float* dhard;     // [N, M]           gradient of the loss by ||x - xhat_m||
+  const float* dsoft;     // [N, M]           by ||x - xsoft_m||
+  const float* djoint;    // [N, M]           by joint
+  float* dscores;         // [N, P]           may be tile.scores
+  float* dsquared_norms;  // [N]
+  float* dgram;           // [threads, P, P]  a part for each thread; the caller sums them in order
+  float* ddiagonal;       // [threads, P]     likewise; belongs on the diagonal of dgram
+  double* dscale;         // [threads, M]     likewise
+};
+void assign_cpu(const Loss& job, int isa, int threads);
+void errors_cpu(const Loss& job, int isa, int threads);
+void backward_cpu(const Loss& job, int isa, int threads);
+
+// isa is an index into kIsaNames for which isa_supported() holds: compiled in, and this processor has it.
+constexpr const char* kIsaNames[] = {"portable", "avx2", "avx512"};
+constexpr int kIsaCount = 3;
+bool isa_supported(int isa);
+
+}  // namespace drq
