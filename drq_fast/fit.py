@@ -1,26 +1,125 @@
-"""A codebook without labels: k-means++ start, then rounds of encoding and closed-form refitting (docs/math.md)."""
+"""A codec without labels: k-means++ start, then rounds of encoding and closed-form refitting (docs/math.md)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import functional
+from . import checks, functional
 
 _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] block that stays in cache
 _SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
+_COUNTED = 1 << 28  # counts of pairs of codewords that are kept at a time
 
 
 class Codec(NamedTuple):
-    """codebook [K, D], w (level m is scaled by w**m), offset [D] or None."""
+    """codebook [K, D], scale [M], offset [D] or None; errors [M]: squared error of the data it was fitted to after each
+    level, relative to that of the offset (or zero) alone."""
 
     codebook: Tensor
-    w: float
+    scale: Tensor
     offset: Tensor | None
+    errors: tuple[float, ...]
+
+
+class _Statistics(NamedTuple):
+    """What codes [N, M] say about x: all that refitting needs, summed over the vectors."""
+
+    energy: Tensor  # sum of ||x||^2
+    inner: Tensor  # [M, M]  of <C[b_i], C[b_j]>
+    cross: Tensor  # [M]     of <x, C[b_i]>
+    sums: Tensor  # [M, K, D] of x by codeword
+    pairs: Tensor | None  # [M, M, K, K] how often codewords met; None where that is too large
+
+    def errors(self, scale: Tensor) -> Tensor:
+        """sum ||x - xhat_m||^2 [..., M] with scale [..., M]."""
+        products = scale[..., :, None] * scale[..., None, :] * self.inner
+        quadratic = products.cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
+        return self.energy - 2 * (scale * self.cross).cumsum(-1) + quadratic
+
+
+def fit(
+    x: Tensor,
+    codewords: int,
+    levels: int,
+    *,
+    offset: bool = True,
+    omega: Tensor | None = None,
+    free_scale: bool = False,
+    rounds: int = 20,
+    beam: int = 8,
+    seed: int | None = None,
+) -> Codec:
+    """The codec with the smallest sum_m omega[m] ||x - xhat_m||^2 found for x [N, D] float32; any N >= 1.
+
+    omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily in the
+    first half, then by beam) and solves for scale and codebook. Deterministic given `seed`; without one the seed is
+    drawn from torch's global generator. Interrupted, it returns the best so far.
+    """
+    generator = seeded(seed)
+    mean = x.mean(dim=0) if offset else None
+    x = x if mean is None else x - mean
+    weights = x.new_ones(levels) if omega is None else omega.to(x)
+    codebook, scale = plus_plus(x, codewords, generator), x.new_tensor([0.7**m for m in range(levels)])
+    best, best_cost = Codec(codebook, scale, mean, (1.0,) * levels), float("inf")
+    bar = tqdm(range(rounds + 1), desc="fit", unit="round", delay=2, disable=None, leave=False)
+    try:
+        for step in bar:
+            width = 1 if step < rounds / 2 else beam
+            codes = encode(x, codebook, scale, beam=width, level_weights=tuple(weights.tolist()))
+            statistics = _collect(x, codes, codebook)
+            errors = statistics.errors(scale)
+            if float(errors @ weights) < best_cost:
+                relative = tuple((errors / statistics.energy.clamp_min(1e-30)).tolist())
+                best, best_cost = Codec(codebook, scale, mean, relative), float(errors @ weights)
+                bar.set_postfix(error=f"{best.errors[-1]:.4f}")
+            if step < rounds:
+                if statistics.pairs is not None or step % 2:
+                    scale = _best_scale(statistics, weights, free_scale)
+                if statistics.pairs is not None or not step % 2:
+                    codebook = _refit(statistics, codes, codebook, scale, weights)
+                codebook = revive(x, codes, codebook, scale, generator)
+    except KeyboardInterrupt:
+        bar.write("fit: interrupted; the best codec so far is kept.")
+    return best
+
+
+def seeded(seed: int | None) -> torch.Generator:
+    """A generator with this seed, or with one drawn from torch's global generator."""
+    return torch.Generator().manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+
+
+def sample(x: Any, rows: int, D: int, generator: torch.Generator) -> Tensor:
+    """Up to `rows` vectors [n, D] float32, drawn from a tensor, an array (a memory map, too) or an iterable of batches.
+
+    An iterable is read once, and no more than the sample and a batch are held. The order of the data is kept.
+    """
+    if isinstance(x, Iterable) and not isinstance(x, Tensor) and not hasattr(x, "dtype"):
+        return _reservoir(x, rows, D, generator)
+    values = checks.array("fit", "x", x)
+    if values.ndim < 1 or values.shape[-1] != D:
+        checks.fail("fit", "x", f"[..., {D}]", checks.shape_of(values))
+    values = values.reshape(-1, D)
+    if len(values) > rows:
+        values = values[torch.randperm(len(values), generator=generator)[:rows].sort().values.to(values.device)]
+    return values.float()
+
+
+def _reservoir(batches: Iterable[Any], rows: int, D: int, generator: torch.Generator) -> Tensor:
+    """Every vector draws a number; the vectors with the highest numbers stay."""
+    kept, draws = torch.empty(0, D), torch.empty(0, dtype=torch.float64)
+    for batch in tqdm(batches, desc="read", unit="batch", delay=2, disable=None, leave=False):
+        part = sample(batch, 1 << 62, D, generator).cpu()
+        kept = torch.cat([kept, part])
+        draws = torch.cat([draws, torch.rand(len(part), dtype=torch.float64, generator=generator)])
+        if len(kept) > rows:
+            stay = draws.topk(rows).indices.sort().values
+            kept, draws = kept[stay], draws[stay]
+    return kept
 
 
 def tiles(N: int, width: int) -> Iterator[slice]:
@@ -28,38 +127,6 @@ def tiles(N: int, width: int) -> Iterator[slice]:
     rows = max(64, _TILE // max(width, 1))
     for first in range(0, N, rows):
         yield slice(first, min(first + rows, N))
-
-
-def start(
-    x: Tensor,
-    codewords: int,
-    levels: int,
-    *,
-    offset: bool = True,
-    omega: Tensor | None = None,
-    rounds: int = 8,
-    seed: int | None = None,
-) -> Codec:
-    """A codec for x [N, D] float32: k-means for one level, its recurrent form for more; any N >= 1.
-
-    omega [M]: weight of the squared error after each level, all alike if None. Deterministic given `seed`; without
-    one the seed is drawn from torch's global generator.
-    """
-    generator = torch.Generator()
-    generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
-    mean = x.mean(dim=0) if offset else None
-    x = _sample(x, max(64 * codewords, 1 << 14), generator)
-    x = x if mean is None else x - mean
-    weights = x.new_ones(levels) if omega is None else omega.to(x)
-    codebook, w = plus_plus(x, codewords, generator), 0.7
-    for _ in tqdm(range(rounds), desc="k-means start", delay=2, disable=None, leave=False):
-        scale = x.new_tensor([w**m for m in range(levels)])
-        codes = encode(x, codebook, scale)
-        w = best_w(x, codes, codebook, weights)
-        scale = x.new_tensor([w**m for m in range(levels)])
-        codebook = refit_codebook(x, codes, codebook, scale, weights)
-        codebook = revive(x, codes, codebook, scale, generator)
-    return Codec(codebook, w, mean)
 
 
 def encode(
@@ -70,13 +137,13 @@ def encode(
     beam: int = 1,
     level_weights: tuple[float, ...] | None = None,
 ) -> Tensor:
-    """functional.encode in tiles, with a progress bar where it takes long: codes [N, M], never N x K in memory."""
+    """functional.encode some rows at a time, with a progress bar where it takes long: codes [N, M]."""
     K, D = codebook.shape
     code_dtype = torch.uint8 if K <= 256 else torch.int32
     float_dtype = torch.promote_types(codebook.dtype, torch.float32)
     codes = torch.empty(len(x), len(scale), dtype=code_dtype, device=codebook.device)
     with tqdm(total=len(x), desc="encode", unit="vectors", delay=2, disable=None, leave=False) as bar:
-        for rows in tiles(len(x), beam * max(K, D)):
+        for rows in tiles(len(x), beam * max(K, D) // 16):
             tile = x[rows].to(codebook.device, float_dtype)
             codes[rows] = functional.encode(
                 tile, codebook, scale, offset=offset, beam=beam, level_weights=level_weights
@@ -90,53 +157,11 @@ def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
     nearest = torch.full((len(x),), float("inf"), dtype=x.dtype, device=x.device)
     norms = x.square().sum(dim=1)
     chosen = [int(torch.randint(len(x), (), generator=generator))]
-    for _ in range(codewords - 1):
+    for _ in tqdm(range(codewords - 1), desc="k-means++", delay=2, disable=None, leave=False):
         last = x[chosen[-1]]
         nearest = torch.minimum(nearest, (norms - 2 * (x @ last) + last @ last).clamp_min(0))
         chosen.append(_draw(nearest, generator))
     return x[chosen].clone()
-
-
-def refit_codebook(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, omega: Tensor) -> Tensor:
-    """The codebook [K, D] that minimises sum_m omega[m] ||x - xhat_m||^2 for given codes [N, M]; unused rows stay.
-
-    Normal equations H C = R with H = sum_m omega_m A_m^T A_m, A_m[n] = sum_{i<=m} scale_i onehot(b_i): a pair of levels
-    (i, j) appears in every prefix from max(i, j) on, so counting pairs of codewords gives H.
-    """
-    (K, D), M = codebook.shape, len(scale)
-    if K > _SOLVABLE:
-        return codebook
-    remaining = omega.flip(0).cumsum(0).flip(0)  # sum of omega from level i on
-    R = torch.zeros_like(codebook)
-    for rows in tiles(len(x), max(K, D)):
-        for i in range(M):
-            onehot = torch.nn.functional.one_hot(codes[rows, i].long(), K).to(x)
-            R += scale[i] * remaining[i] * (onehot.T @ x[rows])
-    H = torch.zeros(K, K, dtype=x.dtype, device=x.device)
-    for i in range(M):
-        for j in range(M):
-            pairs = torch.bincount(codes[:, i].long() * K + codes[:, j].long(), minlength=K * K).view(K, K)
-            H += scale[i] * scale[j] * remaining[max(i, j)] * pairs
-    ridge = 1e-4 * H.diagonal().mean() * torch.eye(K, dtype=x.dtype, device=x.device)
-    return codebook + torch.linalg.solve(H + ridge, R - H @ codebook)
-
-
-def best_w(x: Tensor, codes: Tensor, codebook: Tensor, omega: Tensor) -> float:
-    """The shared factor w that minimises sum_m omega[m] ||x - xhat_m||^2 for given codes, on a grid of 1/200."""
-    M = codes.shape[1]
-    if M == 1:
-        return 1.0
-    words = [codebook[codes[:, m].long()] for m in range(M)]
-    inner = x.new_tensor([[float((a * b).sum()) for b in words] for a in words])
-    cross = x.new_tensor([float((x * a).sum()) for a in words])
-    grid = torch.arange(1, 301, dtype=x.dtype, device=x.device) / 200
-    powers = grid[:, None] ** torch.arange(M, device=x.device)  # [grid, M]
-    error = torch.zeros_like(grid)
-    for m in range(M):
-        head = powers[:, : m + 1]
-        squared = ((head @ inner[: m + 1, : m + 1]) * head).sum(dim=1)
-        error += omega[m] * (squared - 2 * head @ cross[: m + 1])
-    return float(grid[error.argmin()])
 
 
 def revive(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, generator: torch.Generator) -> Tensor:
@@ -156,6 +181,71 @@ def revive(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, generator:
     return codebook
 
 
+def _collect(x: Tensor, codes: Tensor, codebook: Tensor) -> _Statistics:
+    (K, D), M = codebook.shape, codes.shape[1]
+    columns = [codes[:, m].long() for m in range(M)]
+    sums = x.new_zeros(M, K, D)
+    for rows in tiles(len(x), max(K, D)):
+        for m in range(M):
+            sums[m] += torch.nn.functional.one_hot(columns[m][rows], K).to(x).T @ x[rows]
+    pairs = None
+    if M * M * K * K <= _COUNTED:
+        counts = [torch.bincount(i * K + j, minlength=K * K).view(K, K) for i in columns for j in columns]
+        pairs = torch.stack(counts).view(M, M, K, K).to(x)
+    if K <= _SOLVABLE:
+        gram = codebook @ codebook.T
+        inner = x.new_tensor([[float(gram[i, j].sum()) for j in columns] for i in columns])
+    else:
+        inner = x.new_tensor([[float((codebook[i] * codebook[j]).sum()) for j in columns] for i in columns])
+    return _Statistics(x.square().sum(), inner, (sums * codebook).sum(dim=(1, 2)), sums, pairs)
+
+
+def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tensor, omega: Tensor) -> Tensor:
+    """The codebook [K, D] that minimises sum_m omega[m] ||x - xhat_m||^2 for given codes [N, M]; unused rows stay.
+
+    Normal equations H C = R with H = sum_m omega_m A_m^T A_m, A_m[n] = sum_{i<=m} scale_i onehot(b_i): a pair of levels
+    (i, j) appears in every prefix from max(i, j) on, so counting pairs of codewords gives H.
+    """
+    K, M = len(codebook), len(scale)
+    if K > _SOLVABLE:
+        return codebook
+    remaining = _remaining(omega)
+    later = torch.maximum(torch.arange(M)[:, None], torch.arange(M)).to(codebook.device)
+    weight = scale[:, None] * scale * remaining[later]  # [M, M]
+    H = codebook.new_zeros(K, K)
+    for i in range(M):
+        for j in range(M):
+            if statistics.pairs is not None:
+                H += weight[i, j] * statistics.pairs[i, j]
+            else:
+                flat = codes[:, i].long() * K + codes[:, j].long()
+                H += weight[i, j] * torch.bincount(flat, minlength=K * K).view(K, K)
+    R = ((scale * remaining)[:, None, None] * statistics.sums).sum(dim=0)
+    ridge = 1e-4 * H.diagonal().mean() * torch.eye(K, dtype=H.dtype, device=H.device)
+    return codebook + torch.linalg.solve(H + ridge, R - H @ codebook)
+
+
+def _best_scale(statistics: _Statistics, omega: Tensor, free: bool) -> Tensor:
+    """The best scale [M] for given codes: w**m with w on a grid, or free but for scale[0] = 1."""
+    M = len(omega)
+    if M == 1:
+        return torch.ones_like(omega)
+    if not free:
+        grid = torch.arange(1, 601, dtype=omega.dtype, device=omega.device) / 400
+        scales = grid[:, None] ** torch.arange(M, device=omega.device)  # [grid, M]
+        return scales[(statistics.errors(scales) @ omega).argmin()]
+    remaining = _remaining(omega)
+    later = torch.maximum(torch.arange(M)[:, None], torch.arange(M)).to(omega.device)
+    A, b = remaining[later] * statistics.inner, remaining * statistics.cross
+    ridge = 1e-6 * A.diagonal().mean() * torch.eye(M - 1, dtype=A.dtype, device=A.device)
+    return torch.cat([torch.ones_like(omega[:1]), torch.linalg.solve(A[1:, 1:] + ridge, b[1:] - A[1:, 0])])
+
+
+def _remaining(omega: Tensor) -> Tensor:
+    """[M]: the sum of omega from level m on."""
+    return omega.flip(0).cumsum(0).flip(0)
+
+
 def _draw(weights: Tensor, generator: torch.Generator) -> int:
     """One index, with probability proportional to its weight; any index where all weights are 0."""
     cumulative = weights.double().cumsum(0).cpu()
@@ -163,9 +253,3 @@ def _draw(weights: Tensor, generator: torch.Generator) -> int:
         return int(torch.randint(len(weights), (), generator=generator))
     target = torch.rand((), dtype=torch.float64, generator=generator) * cumulative[-1]
     return min(int(torch.searchsorted(cumulative, target, right=True)), len(weights) - 1)
-
-
-def _sample(x: Tensor, rows: int, generator: torch.Generator) -> Tensor:
-    if len(x) <= rows:
-        return x
-    return x[torch.randperm(len(x), generator=generator)[:rows].sort().values.to(x.device)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checks, files, fit, functional
+from . import checks, files, functional
+from . import fit as fitting
 from .codes import bits
 
 # gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). Chosen by
@@ -147,7 +148,7 @@ class RecurrentQuantizer(nn.Module):
         if values.ndim < 1 or values.shape[-1] != self.dim:
             checks.fail("encode", "x", f"[..., {self.dim}]", checks.shape_of(values))
         checks.integer("encode", "beam", beam, 1)
-        codes = fit.encode(
+        codes = fitting.encode(
             values.reshape(-1, self.dim), self.codebook, self.scale, self.offset, beam, self.level_weights
         )
         return checks.in_kind(codes.reshape(*values.shape[:-1], self.levels), x)
@@ -179,29 +180,84 @@ class RecurrentQuantizer(nn.Module):
         self.initialised = True
 
     def _initialise(self, x: Tensor, seed: int | None) -> None:
-        if len(x) == 0:
-            checks.fail("initialise", "x", "at least one vector", "none")
-        checks.finite("initialise", "x", x)
-        omega = None if self.level_weights is None else x.new_tensor(self.level_weights)
+        _check_data("initialise", x)
+        x = fitting.sample(x, max(64 * self.codewords, 1 << 14), self.dim, fitting.seeded(seed))
         if self.init == "kmeans":
-            codec = fit.start(x, self.codewords, self.levels, offset=self.offset is not None, omega=omega, seed=seed)
-            self.codebook.copy_(codec.codebook)
-            if self.w is not None:
-                self.w.fill_(codec.w)
-            elif self.free_scale is not None:
-                self.free_scale.copy_(codec.w ** torch.arange(1, self.levels))
-        if self.offset is not None:
+            omega = None if self.level_weights is None else x.new_tensor(self.level_weights)
+            self._take(self._fit(x, omega=omega, rounds=8, beam=1, seed=seed))
+        elif self.offset is not None:
             self.offset.copy_(x.mean(dim=0))
-        if self.fixed_gamma is None:
-            self.gamma.fill_(self._suggested_gamma(x))
+        self._set_gamma(x)
         self._initialised.fill_(True)
 
-    def _suggested_gamma(self, x: Tensor) -> float:
-        """GAMMA_C / mean gap between the best and the second best codeword of level 0."""
-        sample = x[: 1 << 12] if self.offset is None else x[: 1 << 12] - self.offset.float()
-        best_two = torch.cdist(sample, self.codebook.float()).topk(2, dim=1, largest=False).values
-        gap = float((best_two[:, 1] - best_two[:, 0]).mean())
-        return GAMMA_C / gap if gap > 0 else 1.0
+    @torch.no_grad()
+    def fit(
+        self,
+        x: Tensor | np.ndarray | Iterable[Tensor | np.ndarray],
+        *,
+        rounds: int = 20,
+        beam: int = 8,
+        sample: int | None = None,
+        seed: int | None = None,
+    ) -> tuple[float, ...]:
+        """Finds offset, codebook and scale for x without labels; returns the relative squared error at every prefix.
+
+        x: [..., dim] as a tensor or an array, a memory map, too, or an iterable of such batches; at most `sample`
+        vectors of it (65,536 or 256 per codeword, whichever is more) are drawn and held. The errors are those of the
+        sample, 1.0 being the offset alone. `level_weights` of the layer weigh the prefixes; without them the full
+        length counts ten times as much as each shorter one. Interrupted, it keeps the best so far.
+
+        >>> errors = layer.fit(np.load("embeddings.npy", mmap_mode="r"))
+        """
+        checks.integer("fit", "rounds", rounds, 1)
+        checks.integer("fit", "beam", beam, 1)
+        rows = max(1 << 16, 256 * self.codewords) if sample is None else sample
+        checks.integer("fit", "sample", rows, 1)
+        errors = torch.empty(self.levels, dtype=torch.float64, device=self.codebook.device)
+
+        def update() -> None:
+            data = fitting.sample(x, rows, self.dim, fitting.seeded(seed)).to(self.codebook.device)
+            _check_data("fit", data)
+            omega = self.level_weights or (0.1,) * (self.levels - 1) + (1.0,)
+            codec = self._fit(data, omega=data.new_tensor(omega), rounds=rounds, beam=beam, seed=seed)
+            self._take(codec)
+            self._set_gamma(data)
+            self._initialised.fill_(True)
+            errors.copy_(torch.tensor(codec.errors))
+
+        self._on_rank_zero(update, errors)
+        self.initialised = True
+        return tuple(errors.tolist())
+
+    def _fit(self, x: Tensor, *, omega: Tensor | None, rounds: int, beam: int, seed: int | None) -> fitting.Codec:
+        return fitting.fit(
+            x,
+            self.codewords,
+            self.levels,
+            offset=self.offset is not None,
+            omega=omega,
+            free_scale=self.free_scale is not None,
+            rounds=rounds,
+            beam=beam,
+            seed=seed,
+        )
+
+    def _take(self, codec: fitting.Codec) -> None:
+        self.codebook.copy_(codec.codebook)
+        if self.w is not None:
+            self.w.copy_(codec.scale[min(1, self.levels - 1)])
+        elif self.free_scale is not None:
+            self.free_scale.copy_(codec.scale[1:])
+        if self.offset is not None and codec.offset is not None:
+            self.offset.copy_(codec.offset)
+
+    def _set_gamma(self, x: Tensor) -> None:
+        """GAMMA_C / mean gap between the best and the second best codeword of level 0, unless gamma is fixed."""
+        if self.fixed_gamma is None:
+            sample = x[: 1 << 12] if self.offset is None else x[: 1 << 12] - self.offset.float()
+            best_two = torch.cdist(sample, self.codebook.float()).topk(2, dim=1, largest=False).values
+            gap = float((best_two[:, 1] - best_two[:, 0]).mean())
+            self.gamma.fill_(GAMMA_C / gap if gap > 0 else 1.0)
 
     def usage(self, codes: Tensor) -> Tensor:
         """How often each codeword appears at each level of codes [..., levels]: counts [levels, codewords] int64.
@@ -228,15 +284,11 @@ class RecurrentQuantizer(nn.Module):
         return int((self.codebook != before).any(dim=1).sum())
 
     def _revive(self, x: Tensor, seed: int | None) -> None:
-        if len(x) == 0:
-            checks.fail("revive", "x", "at least one vector", "none")
-        checks.finite("revive", "x", x)
-        generator = torch.Generator()
-        generator.manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+        _check_data("revive", x)
         x = x if self.offset is None else x - self.offset.float()
         codebook, scale = self.codebook.float(), self.scale.float()
-        codes = fit.encode(x, codebook, scale)
-        self.codebook.copy_(fit.revive(x, codes, codebook, scale, generator))
+        codes = fitting.encode(x, codebook, scale)
+        self.codebook.copy_(fitting.revive(x, codes, codebook, scale, fitting.seeded(seed)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes parameters and constructor arguments to a safetensors file, atomically."""
@@ -291,8 +343,8 @@ class RecurrentQuantizer(nn.Module):
         super()._load_from_state_dict(*args, **kwargs)
         self.initialised = bool(self._initialised)
 
-    def _on_rank_zero(self, update: Callable[[], None]) -> None:
-        """Runs `update` on rank 0 and broadcasts parameters and buffers; if it fails there, it fails everywhere."""
+    def _on_rank_zero(self, update: Callable[[], None], *others: Tensor) -> None:
+        """Runs `update` on rank 0 and broadcasts parameters, buffers and others; if it fails, it fails everywhere."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return update()
         failure: Exception | None = None
@@ -307,5 +359,11 @@ class RecurrentQuantizer(nn.Module):
             raise failure
         if bool(failed):
             raise RuntimeError("RecurrentQuantizer: initialising or reviving failed on rank 0.")
-        for tensor in [*self.parameters(), *self.buffers()]:
+        for tensor in [*self.parameters(), *self.buffers(), *others]:
             dist.broadcast(tensor.detach(), src=0)
+
+
+def _check_data(op: str, x: Tensor) -> None:
+    if len(x) == 0:
+        checks.fail(op, "x", "at least one vector", "none")
+    checks.finite(op, "x", x)

@@ -1,0 +1,181 @@
+"""fit: closed forms against brute force, k-means as its special case, and data of every kind."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from drq_fast import RecurrentQuantizer, fit, functional
+
+F64 = torch.float64
+
+
+def data(N: int = 3000, D: int = 12) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.randn(40, D, generator=generator)
+    return centres[torch.randint(40, (N,), generator=generator)] + 0.4 * torch.randn(N, D, generator=generator) + 2
+
+
+def weighted_error(x, codes, codebook, scale, omega):
+    decoded = [functional.decode(codes, codebook, scale, levels=m + 1) for m in range(len(scale))]
+    return sum(w * (x - d).square().sum() for w, d in zip(omega, decoded, strict=True))
+
+
+@pytest.fixture
+def job(codec):
+    x, codebook, scale, _ = codec(N=400, D=6, K=9, M=4, dtype=F64)
+    codes = functional.encode(x, codebook, scale)
+    codes[codes == 7] = 2  # codeword 7 is not used
+    return x, codes, codebook, scale, torch.tensor([0.5, 0.1, 2.0, 1.0], dtype=F64)
+
+
+@pytest.mark.parametrize("counted", [1 << 28, 0])
+def test_refit_is_the_minimum_for_given_codes(job, monkeypatch, counted):
+    monkeypatch.setattr(fit, "_COUNTED", counted)
+    x, codes, codebook, scale, omega = job
+    statistics = fit._collect(x, codes, codebook)
+    assert (statistics.pairs is None) == (counted == 0)
+    for _ in range(8):  # the ridge holds back a little each time
+        codebook_before, codebook = codebook, fit._refit(statistics, codes, codebook, scale, omega)
+        assert torch.equal(codebook[7], codebook_before[7])
+    codebook = codebook.clone().requires_grad_()
+    cost = weighted_error(x, codes, codebook, scale, omega)
+    (gradient,) = torch.autograd.grad(cost, codebook)
+    assert gradient.norm() < 1e-6 * cost
+
+
+def test_statistics_give_the_error_at_every_prefix(job):
+    x, codes, codebook, scale, _ = job
+    errors = fit._collect(x, codes, codebook).errors(scale)
+    for m in range(4):
+        exact = (x - functional.decode(codes, codebook, scale, levels=m + 1)).square().sum()
+        torch.testing.assert_close(errors[m], exact)
+
+
+def test_best_scale_shared_and_free(job):
+    x, codes, codebook, _, omega = job
+    statistics = fit._collect(x, codes, codebook)
+    costs = {}
+    for free in (False, True):
+        scale = fit._best_scale(statistics, omega, free)
+        costs[free] = weighted_error(x, codes, codebook, scale, omega)
+        for other in (scale * torch.tensor([1.0, 1.01, 1, 1]), scale * torch.tensor([1.0, 1, 1, 0.99])):
+            if free:
+                assert weighted_error(x, codes, codebook, other.to(F64), omega) > costs[free]
+        if not free:
+            grid = [
+                weighted_error(x, codes, codebook, (w / 400) ** torch.arange(4.0, dtype=F64), omega)
+                for w in range(1, 601)
+            ]
+            torch.testing.assert_close(costs[False], min(grid))
+    assert costs[True] <= costs[False]
+
+
+def test_one_level_is_k_means():
+    sklearn = pytest.importorskip("sklearn.cluster")
+    x = data()
+    codec = fit.fit(x, 40, 1, rounds=15, seed=0)
+    inertia = codec.errors[0] * float((x - x.mean(0)).square().sum())
+    theirs = sklearn.KMeans(40, n_init=1, random_state=0, max_iter=15).fit(x.numpy()).inertia_
+    assert inertia < 1.1 * theirs
+
+
+def test_reported_errors_are_those_of_the_layer():
+    layer = RecurrentQuantizer(12, 32, 3)
+    errors = layer.fit(data(), beam=4, rounds=6, seed=0)
+    x, total = data(), (data() - data().mean(0)).square().sum()
+    omega = (0.1, 0.1, 1.0)
+    codes = functional.encode(x, layer.codebook, layer.scale, offset=layer.offset, beam=4, level_weights=omega)
+    actual = [float((x - layer.decode(codes, levels=m)).square().sum() / total) for m in (1, 2, 3)]
+    assert errors == pytest.approx(actual, rel=1e-3)
+    assert list(errors) == sorted(errors, reverse=True)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": "per_level"}, {"offset": False}, {"level_weights": (1, 1, 1)}])
+def test_fit_beats_the_quick_start_at_what_it_is_asked_for(options):
+    quick, thorough = (RecurrentQuantizer(12, 32, 3, **options) for _ in range(2))
+    quick.initialise(data(), seed=0)
+    errors = thorough.fit(data(), rounds=12, seed=0)
+    codes = quick.encode(data())
+    centre = 0 if options.get("offset") is False else data().mean(0)
+    baseline = (data() - centre).square().sum()
+    assert errors[-1] < float((data() - quick.decode(codes)).square().sum() / baseline)
+    assert thorough.eval()(data()).loss.isfinite()
+
+
+def test_level_weights_trade_short_codes_for_long_ones():
+    short, long = (
+        RecurrentQuantizer(12, 32, 3, level_weights=w).fit(data(), rounds=8, seed=0) for w in ((1, 0, 0), (0, 0, 1))
+    )
+    assert short[0] < long[0]
+    assert long[2] < short[2]
+
+
+def test_deterministic_and_independent_of_the_kind_of_data(tmp_path):
+    x = data()
+    np.save(tmp_path / "x.npy", x.numpy())
+    kinds = [x, x.numpy(), np.load(tmp_path / "x.npy", mmap_mode="r"), x.reshape(3, 1000, 12), x.double().numpy()]
+    layers = [RecurrentQuantizer(12, 16, 2) for _ in kinds]
+    for layer, kind in zip(layers, kinds, strict=True):
+        layer.fit(kind, rounds=3, seed=5)
+        assert torch.equal(layer.codebook, layers[0].codebook)
+
+
+def test_an_iterable_of_batches_is_read_once_and_sampled():
+    seen = []
+
+    def batches():
+        for part in data().split(500):
+            seen.append(len(part))
+            yield part.numpy()
+
+    layer = RecurrentQuantizer(12, 16, 2)
+    errors = layer.fit(batches(), rounds=5, sample=1000, seed=0)
+    assert seen == [500] * 6
+    assert errors[-1] < 0.5
+    sample = fit.sample((part for part in data().split(7)), 1000, 12, fit.seeded(0))
+    assert sample.shape == (1000, 12)
+    assert torch.isin(sample[:, 0], data()[:, 0]).all()
+    assert len(sample[:, 0].unique()) == 1000
+
+
+def test_interrupted_it_keeps_the_best_so_far(monkeypatch):
+    calls = []
+
+    def encode(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return whole(*arguments, **options)
+
+    whole = fit.encode
+    monkeypatch.setattr(fit, "encode", encode)
+    layer = RecurrentQuantizer(12, 32, 3)
+    errors = layer.fit(data(), seed=0)
+    assert len(calls) == 5
+    assert errors[-1] < 0.3
+    assert layer.initialised
+
+
+def test_more_codewords_than_can_be_solved_for(monkeypatch):
+    monkeypatch.setattr(fit, "_SOLVABLE", 8)
+    errors = RecurrentQuantizer(12, 16, 2).fit(data(500), rounds=2, seed=0)
+    assert errors[1] < errors[0] < 1
+
+
+def test_bad_input():
+    layer = RecurrentQuantizer(12, 16, 2)
+    for call, message in (
+        (lambda: layer.fit(data()[:, :5]), r"fit: x must be \[..., 12\], got \[3000, 5\]\."),
+        (lambda: layer.fit(data() * float("inf")), r"fit: x must be finite, got NaN or infinity in row 0\."),
+        (lambda: layer.fit(data()[:0]), r"fit: x must be at least one vector, got none\."),
+        (lambda: layer.fit([]), r"fit: x must be at least one vector, got none\."),
+        (lambda: layer.fit(data(), rounds=0), r"fit: rounds must be an integer of at least 1, got 0\."),
+        (lambda: layer.fit(data(), sample=0), r"fit: sample must be an integer of at least 1, got 0\."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(TypeError, match=r"fit: x must be a torch.Tensor or a numpy array, got int\."):
+        layer.fit(5)
+    assert not layer.initialised
