@@ -92,7 +92,7 @@ def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
     import pybind11
 
     python = sysconfig.get_paths()
-    includes = " ".join(f"-isystem {ninja_path(p)}" for p in (pybind11.get_include(), python["include"]))
+    includes = " ".join(f"-isystem {shell_path(p)}" for p in (pybind11.get_include(), python["include"]))
     defines = ("-DDRQ_FAST_CUDA " if nvcc else "") + ("-DDRQ_X86" if len(ISA_FLAGS) > 1 else "")
     shared = "-bundle -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared"
     arch = os.environ.get("DRQ_FAST_CUDA_ARCH", "all-major")
@@ -100,7 +100,7 @@ def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
     cuda_sources = [ROOT / name for name in CUDA_SOURCES] if nvcc else []
     lines = [
         f"cxx = {cxx}",
-        f"flags = {' '.join(CXX_FLAGS)} {defines} {includes} -I{ninja_path(ROOT / 'csrc')}",
+        f"flags = {' '.join(CXX_FLAGS)} {defines} {includes} -I{shell_path(ROOT / 'csrc')}",
         "rule cxx",
         "  command = $cxx $flags $isa -MMD -MF $out.d -c $in -o $out",
         "  depfile = $out.d",
@@ -109,13 +109,13 @@ def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
     if nvcc:
         # nvcc links too: it knows where its own static runtime lies.
         lines += [
-            f"nvcc = {nvcc} -arch={arch} {' '.join(NVCC_FLAGS)} -I{ninja_path(ROOT / 'csrc')}",
+            f"nvcc = {shell_path(nvcc)} -arch={arch} {' '.join(NVCC_FLAGS)} -I{shell_path(ROOT / 'csrc')}",
             "rule cuda",
             "  command = $nvcc -MD -MF $out.d -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
             "rule link",
-            f"  command = {nvcc} -arch={arch} -shared -cudart static -Xcompiler -pthread $in -o $out",
+            f"  command = {shell_path(nvcc)} -arch={arch} -shared -cudart static -Xcompiler -pthread $in -o $out",
         ]
     else:
         lines += ["rule link", f"  command = $cxx {shared} -pthread $in -o $out"]
@@ -133,7 +133,13 @@ def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def shell_path(path: Path | str) -> str:
+    """For a command that ninja hands to the shell."""
+    return shlex.quote(str(path)).replace("$", "$$")
+
+
 def ninja_path(path: Path | str) -> str:
+    """For ninja's own lists of inputs and outputs."""
     return str(path).replace("$", "$$").replace(" ", "$ ").replace(":", "$:")
 
 

@@ -17,6 +17,7 @@ MAX_CODEWORDS = 8192  # up to which `encode` forms their inner products
 _TILE = 1 << 20  # floats of a tile that stays in cache
 
 extension: ModuleType | None
+_import_error = ""
 try:
     from . import _C
 
@@ -29,10 +30,10 @@ except ImportError as error:
 def why_not(device: str) -> str | None:
     """The reason why the extension cannot work on a device of this type, or None if it can."""
     if extension is None:
-        if Path(__file__).parent.with_name("setup.py").exists():
-            return "the extension is not built; run `pip install -e .` in the source tree"
         if any(Path(__file__).parent.glob("_C.*.so")):
             return f"the extension does not load ({_import_error})"
+        if Path(__file__).parent.with_name("setup.py").exists():
+            return "the extension is not built; run `pip install -e .` in the source tree"
         return "it was installed without a C++ compiler; install one, then reinstall drq_fast"
     if device == "cpu":
         return None
@@ -76,7 +77,7 @@ class _Codec:
 
     def tiles(self, x: Tensor, offset: Tensor | None, rows: int) -> Iterator[tuple[slice, Tensor, dict[str, int]]]:
         """(rows, x - offset there, what every kernel is told of them) with the scores of the tile in `scores`."""
-        self.scores, self.norms = torch.empty(rows, self.P), torch.empty(rows)
+        self.scores, self.norms = _floats(rows, self.P), _floats(rows)
         for first in range(0, len(x), rows):
             tile = x[first : first + rows].float()
             tile = (tile if offset is None else tile - offset.float()).contiguous()
@@ -101,10 +102,10 @@ def encode(
     """`reference.encode` in float32 and score space: one product with the codebook, then additions only."""
     assert extension is not None
     codec = _Codec(codebook, scale)
-    omega = torch.ones(codec.M) if level_weights is None else level_weights.float()
+    omega = torch.ones(codec.M, dtype=torch.float32) if level_weights is None else level_weights.float()
     still_to_come = reference.still_to_come(omega)
-    codes = torch.empty(len(x), codec.M, dtype=torch.uint8 if codec.K <= 256 else torch.int32)
-    for rows, _, told in codec.tiles(x, offset, max(64, _TILE // max(codec.P, codec.D))):
+    codes = torch.empty(len(x), codec.M, dtype=torch.uint8 if codec.K <= 256 else torch.int32, device="cpu")
+    for rows, _, told in codec.tiles(x, offset, min(max(64, _TILE // max(codec.P, codec.D)), max(len(x), 1))):
         extension.encode_cpu(
             **told,
             omega=omega.data_ptr(),
@@ -140,24 +141,24 @@ def loss(
     assert extension is not None
     codec = _Codec(codebook, scale)
     M, P = codec.M, codec.P
-    rows = max(16, _TILE // (P * (2 * M + 1)))
+    rows = min(max(16, _TILE // (P * (2 * M + 1))), max(len(x), 1))
     threads = torch.get_num_threads()
-    codes = torch.empty(len(x), M, dtype=torch.int64)
-    residuals, soft_errors, joint = torch.empty(3, rows, M).unbind()
-    dhard, dsoft, djoint = torch.empty(3, rows, M).unbind()
-    soft, product = torch.empty(2, rows * M, P).unbind()
-    dscores, dnorms = torch.empty(rows, P), torch.empty(rows)
-    dgram, ddiagonal = torch.zeros(threads, P, P), torch.zeros(threads, P)
-    dscale = torch.zeros(threads, M, dtype=torch.float64)
+    codes = torch.empty(len(x), M, dtype=torch.int64, device="cpu")
+    residuals, soft_errors, joint = _floats(3, rows, M).unbind()
+    dhard, dsoft, djoint = _floats(3, rows, M).unbind()
+    soft, product = _floats(2, rows * M, P).unbind()
+    dscores, dnorms = _floats(rows, P), _floats(rows)
+    dgram, ddiagonal = _floats(threads, P, P).zero_(), _floats(threads, P).zero_()
+    dscale = torch.zeros(threads, M, dtype=torch.float64, device="cpu")
     buffers = {
         "residuals": residuals, "soft": soft, "product": product, "soft_errors": soft_errors, "joint": joint,
         "dhard": dhard, "dsoft": dsoft, "djoint": djoint, "dscores": dscores, "dsquared_norms": dnorms,
         "dgram": dgram, "ddiagonal": ddiagonal, "dscale": dscale,
     }  # fmt: skip
     pointers = {name: buffer.data_ptr() for name, buffer in buffers.items()}
-    value = torch.zeros((), dtype=torch.float64)
-    dx = torch.empty(len(x), codec.D) if gradients else None
-    dcodebook = torch.zeros(P, codec.D)
+    value = torch.zeros((), dtype=torch.float64, device="cpu")
+    dx = _floats(len(x), codec.D) if gradients else None
+    dcodebook = _floats(P, codec.D).zero_()
     for part, tile, told in codec.tiles(x, offset, rows):
         N = len(tile)
         job = {**told, **pointers, "codes": codes[part].data_ptr(), "gamma": gamma}
@@ -192,6 +193,11 @@ def instruction_set() -> str:
     if forced and forced not in supported:
         raise ValueError(f"DRQ_FAST_ISA must be one of {', '.join(supported)} on this machine, got {forced!r}.")
     return forced or supported[-1]
+
+
+def _floats(*shape: int) -> Tensor:
+    """Uninitialised float32 on the CPU, whatever torch's defaults are."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 def cuda_versions() -> tuple[str, str] | None:

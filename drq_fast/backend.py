@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
+import functools
+import importlib
 import os
 import threading
 import warnings
@@ -88,11 +89,22 @@ def why_not(backend: str, op: str, device: str) -> str | None:
         return f"it has no {op} for {device}"
     if backend == "native":
         return _native.why_not(device)
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    if importlib.util.find_spec("drq_fast.kernels") is None:
+    if not interpreted and not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return _why_no_kernels()
+
+
+@functools.cache
+def _why_no_kernels() -> str | None:
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    try:
+        importlib.import_module("drq_fast.kernels")
+    except ImportError:
         return "drq_fast.kernels is not installed; run `pip install -e .` in the source tree"
-    return None if interpreted or torch.cuda.is_available() else "torch sees no CUDA device"
+    return None
 
 
 def table(device: str) -> Iterator[tuple[str, str, str]]:

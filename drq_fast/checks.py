@@ -19,11 +19,9 @@ METRICS = ("l2", "ip", "cosine")
 MAX_CODEWORDS = 65536
 
 
-def fail(
-    op: str, name: str, expected: str, actual: object, *, error: type[Exception] = ValueError, hint: str = ""
-) -> NoReturn:
+def fail(op: str, name: str, expected: str, actual: object, *, error: type[Exception] = ValueError) -> NoReturn:
     """Raises the one sentence that every wrong argument gets."""
-    raise error(f"{op}: {name} must be {expected}, got {actual}.{' ' + hint if hint else ''}")
+    raise error(f"{op}: {name} must be {expected}, got {actual}.")
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -133,20 +131,23 @@ def weights(op: str, value: Any) -> tuple[float, float, float]:
     return a, b, c
 
 
-def codes(op: str, value: Any, K: int, M: int, device: torch.device, *, name: str = "codes") -> None:
+def codes(op: str, value: Any, K: int, M: int, device: torch.device, *, name: str = "codes") -> Tensor:
     """Integers [N, 1..M] in 0..K-1 on `device`. Looks at the values unless the dtype already bounds them."""
-    integers(op, name, value)
+    value = integers(op, name, value)
     if value.device != device:
         fail(op, name, f"on {device}, as the codebook is", f"a tensor on {value.device}")
     if value.ndim != 2 or not 1 <= value.shape[1] <= M:
         fail(op, name, f"[N, levels] with 1 to {M} levels", shape_of(value))
     code_range(op, value, K, name=name)
+    return value
 
 
-def integers(op: str, name: str, value: Any) -> None:
+def integers(op: str, name: str, value: Any) -> Tensor:
+    """The tensor itself, or as int64 where torch can hold its dtype but hardly compute with it."""
     tensor(op, name, value)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         fail(op, name, "an integer tensor", value.dtype, error=TypeError)
+    return value.to(torch.int64) if value.dtype in (torch.uint16, torch.uint32, torch.uint64) else value
 
 
 def code_range(op: str, value: Tensor, K: int, *, name: str = "codes") -> None:
@@ -161,8 +162,8 @@ def code_range(op: str, value: Tensor, K: int, *, name: str = "codes") -> None:
 def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
     """A tensor, or a numpy array as one without copying; of floats, or of integers."""
     if isinstance(value, np.ndarray):
-        if value.dtype == np.uint16:  # torch can hold it but not index by it
-            value = value.astype(np.int32)
+        if not value.dtype.isnative or any(stride < 0 for stride in value.strides):
+            value = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))  # torch has no such tensors
         try:
             with warnings.catch_warnings():  # read-only arrays, such as memory maps, are never written to here
                 warnings.simplefilter("ignore", UserWarning)
@@ -172,9 +173,8 @@ def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
     if not isinstance(value, Tensor):
         fail(op, name, "a torch.Tensor or a numpy array", type(value).__name__, error=TypeError)
     if integer:
-        integers(op, name, value)
-    else:
-        floating(op, name, value)
+        return integers(op, name, value)
+    floating(op, name, value)
     return value
 
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeVar
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from . import checks
+
+Array = TypeVar("Array", Tensor, np.ndarray)
 
 _ROWS = 1 << 16  # vectors whose single bits are held in memory at a time
 
@@ -26,72 +31,72 @@ def packed_bytes(codewords: int, levels: int) -> int:
     return (bits(codewords, levels) + 7) // 8
 
 
-def pack(codes: Tensor, codewords: int) -> Tensor:
-    """codes [..., M] of any integer dtype -> uint8 [..., packed_bytes(codewords, M)].
+def pack(codes: Array, codewords: int) -> Array:
+    """codes [..., M] of any integer dtype, torch or numpy -> in kind uint8 [..., packed_bytes(codewords, M)].
 
     The highest bit of level 0 is the highest bit of byte 0, and so on; the last byte is filled up with zeros.
 
     >>> pack(torch.tensor([[5, 2, 7]]), codewords=8)
-    tensor([[170, 128]], dtype=torch.uint8)
+    tensor([[171, 128]], dtype=torch.uint8)
     """
     width = bits(codewords)
-    checks.integers("pack", "codes", codes)
-    if codes.ndim < 1 or codes.shape[-1] < 1:
-        checks.fail("pack", "codes", "[..., M] with M >= 1", checks.shape_of(codes))
-    checks.code_range("pack", codes, codewords)
+    values = checks.array("pack", "codes", codes, integer=True)
+    if values.ndim < 1 or values.shape[-1] < 1:
+        checks.fail("pack", "codes", "[..., M] with M >= 1", checks.shape_of(values))
+    checks.code_range("pack", values, codewords)
     if width == 8:
-        return codes.to(torch.uint8, copy=True)
-    M = codes.shape[-1]
-    flat = codes.reshape(-1, M)
-    packed = torch.empty(len(flat), packed_bytes(codewords, M), dtype=torch.uint8, device=codes.device)
-    shifts = torch.arange(width - 1, -1, -1, device=codes.device)
+        return checks.in_kind(values.to(torch.uint8, copy=True), codes)
+    M = values.shape[-1]
+    flat = values.reshape(-1, M)
+    packed = torch.empty(len(flat), packed_bytes(codewords, M), dtype=torch.uint8, device=flat.device)
+    shifts = torch.arange(width - 1, -1, -1, device=flat.device)
     for part, out in zip(flat.split(_ROWS), packed.split(_ROWS), strict=True):
         single = ((part[:, :, None].to(torch.int32) >> shifts) & 1).flatten(1).to(torch.uint8)
         out.copy_(_bytes(torch.nn.functional.pad(single, (0, 8 * packed.shape[1] - M * width))))
-    return packed.reshape(*codes.shape[:-1], packed.shape[1])
+    return checks.in_kind(packed.reshape(*values.shape[:-1], packed.shape[1]), codes)
 
 
-def unpack(packed: Tensor, codewords: int, levels: int) -> Tensor:
-    """uint8 [..., bytes] as `pack` made them -> codes [..., levels], uint8 for K <= 256, else int32.
+def unpack(packed: Array, codewords: int, levels: int) -> Array:
+    """uint8 [..., bytes] as `pack` made them -> codes [..., levels] in kind: uint8 for K <= 256, else int32.
 
     `levels` may be fewer than were packed; bytes beyond them are not looked at.
 
-    >>> unpack(torch.tensor([[170, 128]], dtype=torch.uint8), codewords=8, levels=2)
+    >>> unpack(torch.tensor([[171, 128]], dtype=torch.uint8), codewords=8, levels=2)
     tensor([[5, 2]], dtype=torch.uint8)
     """
     width, needed = bits(codewords), packed_bytes(codewords, levels)
-    _check_packed("unpack", packed, needed)
+    values = _check_packed("unpack", packed, needed)
     dtype = torch.uint8 if codewords <= 256 else torch.int32
-    flat = packed[..., :needed].reshape(-1, needed)
-    codes = torch.empty(len(flat), levels, dtype=dtype, device=packed.device)
-    weights = 1 << torch.arange(width - 1, -1, -1, dtype=torch.int32, device=packed.device)
+    flat = values[..., :needed].reshape(-1, needed)
+    codes = torch.empty(len(flat), levels, dtype=dtype, device=flat.device)
+    weights = 1 << torch.arange(width - 1, -1, -1, dtype=torch.int32, device=flat.device)
     for part, out in zip(flat.split(_ROWS), codes.split(_ROWS), strict=True):
         single = _single_bits(part)[:, : levels * width].unflatten(1, (levels, width))
         out.copy_((single * weights).sum(dim=2))
     checks.code_range("unpack", codes, codewords, name="packed codes")
-    return codes.reshape(*packed.shape[:-1], levels)
+    return checks.in_kind(codes.reshape(*values.shape[:-1], levels), packed)
 
 
-def cut(packed: Tensor, codewords: int, levels: int) -> Tensor:
+def cut(packed: Array, codewords: int, levels: int) -> Array:
     """The packed codes [..., bytes] shortened to their first `levels` levels, as if packed at that length.
 
-    >>> cut(torch.tensor([[170, 128]], dtype=torch.uint8), codewords=8, levels=1)
+    >>> cut(torch.tensor([[171, 128]], dtype=torch.uint8), codewords=8, levels=1)
     tensor([[160]], dtype=torch.uint8)
     """
     needed = packed_bytes(codewords, levels)
-    _check_packed("cut", packed, needed)
-    short = packed[..., :needed].clone()
+    short = _check_packed("cut", packed, needed)[..., :needed].clone()
     spare = 8 * needed - bits(codewords, levels)
     short[..., -1] &= 0xFF << spare & 0xFF
-    return short
+    return checks.in_kind(short, packed)
 
 
-def _check_packed(op: str, packed: Tensor, needed: int) -> None:
-    checks.tensor(op, "packed", packed)
-    if packed.dtype != torch.uint8:
-        checks.fail(op, "packed", "a uint8 tensor", packed.dtype, error=TypeError)
-    if packed.ndim < 1 or packed.shape[-1] < needed:
-        checks.fail(op, "packed", f"[..., {needed}] or longer for that many levels", checks.shape_of(packed))
+def _check_packed(op: str, packed: Any, needed: int) -> Tensor:
+    values = checks.array(op, "packed", packed, integer=True)
+    if values.dtype != torch.uint8:
+        checks.fail(op, "packed", "a uint8 tensor", values.dtype, error=TypeError)
+    if values.ndim < 1 or values.shape[-1] < needed:
+        checks.fail(op, "packed", f"[..., {needed}] or longer for that many levels", checks.shape_of(values))
+    return values
 
 
 def _bytes(single: Tensor) -> Tensor:

@@ -41,8 +41,10 @@ def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], c
             _sync(target.parent)
         finally:
             temporary.unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
+    except SafetensorError as error:
         raise OSError(f"save: {target} cannot be written: {error}.") from error
+    except OSError as error:
+        raise _same_kind(error, f"save: {target} cannot be written: {error.strerror or error}.") from error
 
 
 def read(
@@ -62,12 +64,12 @@ def read(
     except SafetensorError as error:
         raise FileError(f"load: {target} is not a whole safetensors file ({error}).") from error
     except OSError as error:
-        raise OSError(f"load: {target} cannot be read: {error.strerror or error}.") from error
+        raise _same_kind(error, f"load: {target} cannot be read: {error.strerror or error}.") from error
     try:
         config, checksums = json.loads(header["config"]), json.loads(header["checksums"])
         if not isinstance(config, dict) or not isinstance(checksums, dict) or checksums.keys() != tensors.keys():
             raise ValueError
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, RecursionError) as error:
         raise FileError(f"load: {target} is corrupted (its header does not describe its tensors).") from error
     if not mmap:
         tensors = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -99,13 +101,18 @@ def _check_header(path: Path, kind: str, header: dict[str, str]) -> None:
     if found != f"drq_fast.{kind}":
         raise FileError(f"load: {path} holds a {found.removeprefix('drq_fast.')}, not a {kind}.")
     version = header.get("version", "")
-    if not version.isdecimal():
-        raise FileError(f"load: {path} is corrupted (its version is {version!r}).")
+    if not version.isdecimal() or len(version) > 9 or int(version) < 1:
+        raise FileError(f"load: {path} is corrupted (its version is {version[:20]!r}).")
     if int(version) > FORMAT_VERSION:
         raise FileError(
             f"load: {path} has format version {version}, newer than the {FORMAT_VERSION} that this drq_fast reads; "
             "upgrade drq_fast."
         )
+
+
+def _same_kind(error: OSError, message: str) -> OSError:
+    """An error of the same class, so that `except FileNotFoundError` works, with one sentence as its text."""
+    return type(error)(message)
 
 
 def _sync(path: Path) -> None:

@@ -13,6 +13,7 @@ from . import checks, functional
 
 _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] block that stays in cache
 _SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
+_SEEDED = 4096  # codewords up to which k-means++ chooses them one by one
 _COUNTED = 1 << 28  # counts of pairs of codewords that are kept at a time
 
 
@@ -143,7 +144,7 @@ def encode(
     float_dtype = torch.promote_types(codebook.dtype, torch.float32)
     codes = torch.empty(len(x), len(scale), dtype=code_dtype, device=codebook.device)
     with tqdm(total=len(x), desc="encode", unit="vectors", delay=2, disable=None, leave=False) as bar:
-        for rows in tiles(len(x), beam * max(K, D) // 16):
+        for rows in tiles(len(x), max(1, D // 16)):
             tile = x[rows].to(codebook.device, float_dtype)
             codes[rows] = functional.encode(
                 tile, codebook, scale, offset=offset, beam=beam, level_weights=level_weights
@@ -153,7 +154,13 @@ def encode(
 
 
 def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
-    """k-means++: K rows of x [N, D], each drawn with probability proportional to its squared distance to the others."""
+    """k-means++: K rows of x [N, D], each drawn with probability proportional to its squared distance to the others.
+
+    Draws from a part of x where K is large, and plainly where it is larger still.
+    """
+    if codewords > _SEEDED:
+        return x[torch.randint(len(x), (codewords,), generator=generator).to(x.device)]
+    x = x[torch.randperm(len(x), generator=generator)[: max(4 * codewords, 1 << 14)].to(x.device)]
     nearest = torch.full((len(x),), float("inf"), dtype=x.dtype, device=x.device)
     norms = x.square().sum(dim=1)
     chosen = [int(torch.randint(len(x), (), generator=generator))]
@@ -196,7 +203,10 @@ def _collect(x: Tensor, codes: Tensor, codebook: Tensor) -> _Statistics:
         gram = codebook @ codebook.T
         inner = x.new_tensor([[float(gram[i, j].sum()) for j in columns] for i in columns])
     else:
-        inner = x.new_tensor([[float((codebook[i] * codebook[j]).sum()) for j in columns] for i in columns])
+        inner = x.new_zeros(M, M)
+        for rows in tiles(len(x), M * D):
+            words = torch.stack([codebook[column[rows]].flatten() for column in columns])
+            inner += words @ words.T
     return _Statistics(x.square().sum(), inner, (sums * codebook).sum(dim=(1, 2)), sums, pairs)
 
 

@@ -101,9 +101,9 @@ def loss(
     unsupported = _unsupported_levels(K, x, codebook, scale, offset)
     if isinstance(gamma, Tensor) and gamma.requires_grad:
         unsupported = "it gives no gradient of gamma"
-    per_level = None if omega is None else torch.tensor(omega, device=x.device)
+    per_level = None if omega is None else torch.tensor(omega, dtype=torch.float32, device=x.device)
     if _backend.choose("loss", x.device, backend, unsupported) == "native":
-        ones = torch.ones(M) if per_level is None else per_level
+        ones = torch.ones(M, dtype=torch.float32) if per_level is None else per_level
         with torch.autocast(x.device.type, enabled=False):
             return Loss(*QuantizationLoss.apply(x, codebook, scale, offset, float(gamma), terms, ones, joint))
     return reference.loss(
@@ -130,8 +130,9 @@ def encode(
     K, D, M = checks.codec("encode", codebook, scale, offset)
     checks.vectors("encode", "x", x, D, codebook.device)
     checks.integer("encode", "beam", beam, 1)
+    beam = min(beam, K ** min(M - 1, 8))  # there are no more paths than that
     weights = checks.level_weights("encode", level_weights, M)
-    omega = None if weights is None else torch.tensor(weights, device=x.device)
+    omega = None if weights is None else torch.tensor(weights, dtype=torch.float32, device=x.device)
     unsupported = _unsupported_levels(K, x, codebook, scale, offset)
     native = _backend.choose("encode", x.device, backend, unsupported) == "native"
     compute = _native.encode if native else reference.encode
@@ -153,13 +154,20 @@ def decode(
     >>> x_hat = decode(codes, codebook, scale, levels=2)
     """
     K, _, M = checks.codec("decode", codebook, scale, offset)
-    checks.codes("decode", codes, K, M, codebook.device)
+    codes = checks.codes("decode", codes, K, M, codebook.device)
     length = checks.levels("decode", levels, codes.shape[1])
+    return decode_unchecked(codes[:, :length], codebook, scale, offset, backend)
+
+
+def decode_unchecked(
+    codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, backend: str | None = None
+) -> Tensor:
+    """`decode` of all levels of codes that are known to be right: looking at them would synchronise a GPU."""
     if _backend.choose("decode", codebook.device, backend, _unsupported(codebook, scale, offset)) == "triton":
         from .kernels.decode import decode as decode_triton
 
-        return decode_triton(codes[:, :length], codebook, scale, offset)
-    return reference.decode(codes, codebook, scale, offset=offset, levels=length)
+        return decode_triton(codes, codebook, scale, offset)
+    return reference.decode(codes, codebook, scale, offset=offset)
 
 
 def adc(
@@ -181,7 +189,7 @@ def adc(
 
     >>> scores = adc(query, codes, codebook, scale, metric="ip", levels=2)
     """
-    length = _check_search("adc", query, codes, codebook, scale, offset, metric, levels, norms)
+    codes, length = _check_search("adc", query, codes, codebook, scale, offset, metric, levels, norms)
     lookup = _choose_lookup("adc", backend, query, codebook, scale, offset, norms)
     return reference.adc(
         query, codes, codebook, scale, offset=offset, metric=metric, levels=length, norms=norms, lookup=lookup
@@ -209,7 +217,7 @@ def search(
 
     >>> scores, positions = search(query, codes, codebook, scale, k=10)
     """
-    length = _check_search("search", query, codes, codebook, scale, offset, metric, levels, norms)
+    codes, length = _check_search("search", query, codes, codebook, scale, offset, metric, levels, norms)
     checks.integer("search", "k", k, 1)
     checks.mask("search", keep, len(codes), codebook.device)
     lookup = _choose_lookup("search", backend, query, codebook, scale, offset, norms)
@@ -238,13 +246,13 @@ def _check_search(
     metric: str,
     levels: int | None,
     norms: Tensor | None,
-) -> int:
+) -> tuple[Tensor, int]:
     K, D, M = checks.codec(op, codebook, scale, offset)
     checks.vectors(op, "query", query, D, codebook.device)
-    checks.codes(op, codes, K, M, codebook.device)
+    codes = checks.codes(op, codes, K, M, codebook.device)
     checks.choice(op, "metric", metric, checks.METRICS)
     checks.norms(op, norms, len(codes), codebook.device)
-    return checks.levels(op, levels, codes.shape[1])
+    return codes, checks.levels(op, levels, codes.shape[1])
 
 
 def _choose_lookup(op: str, backend: str | None, *inputs: Tensor | None) -> reference.Lookup:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +32,8 @@ class Index:
 
     metric: "l2" (squared distance, less is better), "ip" (inner product) or "cosine". The codec's parameters are copied
     when the index is made, so training the layer further does not change it. Everything takes torch or numpy and
-    answers in kind.
+    answers in kind. Several threads may search, add and remove at the same time: a search sees the index as it was when
+    it began.
 
     >>> index = Index(layer, metric="l2")
     >>> ids = index.add(x)
@@ -49,7 +51,8 @@ class Index:
             scale=layer.scale.detach().to(place, torch.float32, copy=True),
             offset=None if layer.offset is None else layer.offset.detach().to(place, torch.float32, copy=True),
         )
-        checks.finite("Index", "codebook", self.codebook)
+        for name, value in self._codec().items():
+            checks.finite("Index", name, value)
         self.metric, self.level_weights = metric, layer.level_weights
         self._codes = torch.empty(0, self.levels, dtype=self._storage, device=place)
         self._ids = torch.empty(0, dtype=torch.int64, device=place)
@@ -57,6 +60,7 @@ class Index:
         self._size = 0  # rows in use, removed ones among them
         self._removed = 0
         self._next_id = 0
+        self._lock = threading.RLock()  # held while rows change and while a search notes what it will scan
         self._norms: dict[int, Tensor] = {}  # by length, of all rows in use
         self._unverified: tuple[Path, str] | None = None  # file of the codes and their checksum
 
@@ -66,6 +70,16 @@ class Index:
         self.levels = len(scale)
         # Two-byte codes lie in int16 bit for bit: torch's uint16 has hardly any operations.
         self._storage = torch.uint8 if self.codewords <= 256 else torch.int16
+
+    def _codec(self) -> dict[str, Tensor]:
+        parts = {"codebook": self.codebook, "scale": self.scale, "offset": self.offset}
+        return {name: value for name, value in parts.items() if value is not None}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
 
     def __len__(self) -> int:
         return self._size - self._removed
@@ -134,11 +148,15 @@ class Index:
         checks.finite("search", "query", values)
         checks.integer("search", "k", k, 1)
         length = checks.levels("search", levels, self.levels)
-        rows = self._alive[: self._size]
-        if keep is not None:
-            rows = rows & self._kept(keep)
-        scores, positions = self._scan(values, k, length, None if bool(rows.all()) else rows)
-        ids = positions if self._size == 0 else self._ids[positions.clamp_min(0)].where(positions >= 0, -1)
+        with self._lock:
+            rows = self._alive[: self._size].clone()
+            if keep is not None:
+                rows &= self._kept(keep)
+            stored = self._ids[: self._size]
+            codes = self._checked_codes(length)
+            norms = self._squared_norms(codes) if self.metric != "ip" else None
+        scores, positions = self._scan(values, k, codes, norms, None if bool(rows.all()) else rows)
+        ids = positions if len(stored) == 0 else stored[positions.clamp_min(0)].where(positions >= 0, -1)
         if single:
             scores, ids = scores[0], ids[0]
         return IndexResult(checks.in_kind(scores, query), checks.in_kind(ids, query))
@@ -146,25 +164,20 @@ class Index:
     def remove(self, ids: Array | Iterable[int]) -> None:
         """Takes vectors out by id. All ids must be in the index, else nothing is removed."""
         wanted = self._as_ids("remove", ids)
-        positions = self._positions(wanted)
-        missing = wanted[positions < 0]
-        if len(missing):
-            checks.fail("remove", "ids", "in the index", f"{int(missing[0])}, which is not")
-        self._alive[positions] = False
-        self._removed += len(positions)
-        if self._removed > self._size // 2:
-            self._compact()
+        with self._lock:
+            positions = self._positions(wanted)
+            missing = wanted[positions < 0]
+            if len(missing):
+                checks.fail("remove", "ids", "in the index", f"{int(missing[0])}, which is not")
+            self._alive[positions] = False
+            self._removed += len(positions)
+            if self._removed > self._size // 2:
+                self._compact()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes codes, ids and codec to one safetensors file, atomically."""
-        tensors = {
-            "codebook": self.codebook,
-            "scale": self.scale,
-            "codes": self._codes[: self._size][self._alive[: self._size]],
-            "ids": self.ids,
-        }
-        if self.offset is not None:
-            tensors["offset"] = self.offset
+        with self._lock:
+            tensors = self._codec() | {"codes": self._codes[: self._size][self._alive[: self._size]], "ids": self.ids}
         config = {"metric": self.metric, "level_weights": self.level_weights, "next_id": self._next_id}
         files.write(path, "index", tensors, config)
 
@@ -196,8 +209,13 @@ class Index:
             self._unverified = None
 
     def _restore(self, tensors: dict[str, Tensor], config: dict[str, Any], device: torch.device) -> None:
+        if tensors.keys() - {"offset"} != {"codebook", "scale", "codes", "ids"}:
+            checks.fail("load", "tensors", "codebook, scale, codes, ids and perhaps offset", ", ".join(sorted(tensors)))
         codebook, scale = tensors["codebook"], tensors["scale"]
         offset, codes, ids = tensors.get("offset"), tensors["codes"], tensors["ids"]
+        for name in ("codebook", "scale", "offset"):
+            if name in tensors and tensors[name].dtype != torch.float32:
+                checks.fail("load", name, "torch.float32", tensors[name].dtype, error=TypeError)
         _, _, M = checks.codec("load", codebook, scale, offset)
         for name in ("codebook", "scale", "offset"):
             if name in tensors:
@@ -210,7 +228,8 @@ class Index:
         checks.choice("load", "metric", config["metric"], checks.METRICS)
         self.metric = config["metric"]
         self.level_weights = checks.level_weights("load", config["level_weights"], M)
-        checks.integer("load", "next_id", config["next_id"], 0)
+        checks.integer("load", "next_id", config["next_id"], 0, _MAX_ID + 1)
+        self._lock = threading.RLock()
         self._next_id = config["next_id"]
         self._codes, self._ids, self._size = codes.to(device), ids.to(device, copy=True), len(codes)
         self._alive, self._removed = torch.ones(len(codes), dtype=torch.bool, device=device), 0
@@ -230,7 +249,14 @@ class Index:
         return fit.encode(x, self.codebook, self.scale, self.offset, beam, self.level_weights)
 
     def _append(self, op: str, codes: Tensor, ids: Any) -> Tensor:
-        """Stores checked codes; the arrays double when they are full, so that adding one is O(1) on average."""
+        """Stores checked codes; the arrays double when they are full, so adding one is O(1) on average, but for the
+        search for repeats among own ids."""
+        with self._lock:
+            return self._append_locked(op, codes, ids)
+
+    def _append_locked(self, op: str, codes: Tensor, ids: Any) -> Tensor:
+        if ids is None and self._next_id + len(codes) > _MAX_ID:
+            checks.fail(op, "ids", "given, since the highest one is in use", "None")
         if ids is None:
             new_ids = torch.arange(self._next_id, self._next_id + len(codes), device=self.device)
         else:
@@ -294,13 +320,19 @@ class Index:
             checks.fail("search", "keep", f"[{self._next_id}] or longer, one per id", checks.shape_of(flags))
         return flags[self._ids[: self._size]]
 
-    def _scan(self, query: Tensor, k: int, length: int, keep: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(scores [Q, k], rows [Q, k]) by blocks of queries, so that memory stays bounded."""
+    def _checked_codes(self, length: int) -> Tensor:
+        """The first levels of all rows in use, [size, length]; refused where a mapped file holds others than codes."""
         codes = self._wide(self._codes[: self._size, :length])
-        checks.code_range("search", codes, self.codewords)
-        norms = self._squared_norms(codes) if self.metric != "ip" else None
+        if self._unverified is not None:
+            checks.code_range("search", codes, self.codewords)
+        return codes
+
+    def _scan(
+        self, query: Tensor, k: int, codes: Tensor, norms: Tensor | None, keep: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(scores [Q, k], rows [Q, k]) by blocks of queries, so that memory stays bounded."""
         step = max(1, _SCORES // max(1, len(codes)))
-        scores = torch.empty(len(query), k, device=self.device)
+        scores = torch.empty(len(query), k, dtype=torch.float32, device=self.device)
         rows = torch.empty(len(query), k, dtype=torch.int64, device=self.device)
         for first in tqdm(range(0, len(query), step), desc="search", delay=2, disable=None, leave=False):
             block = slice(first, min(first + step, len(query)))

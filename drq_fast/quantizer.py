@@ -130,7 +130,7 @@ class RecurrentQuantizer(nn.Module):
         if not reconstruct:
             return QuantizerOutput(None, codes, loss)
         with torch.no_grad():
-            hard = functional.decode(flat_codes, self.codebook, scale, offset=self.offset).to(x.dtype)
+            hard = functional.decode_unchecked(flat_codes, self.codebook, scale, self.offset).to(x.dtype)
         through = flat
         if self.gradient == "soft":
             through = functional.quantize(flat, self.codebook, scale, gamma=self.gamma, offset=self.offset).soft
@@ -168,15 +168,14 @@ class RecurrentQuantizer(nn.Module):
         return checks.in_kind(x_hat.reshape(*values.shape[:-1], self.dim), codes)
 
     @torch.no_grad()
-    def initialise(self, x: Tensor, *, seed: int | None = None) -> None:
+    def initialise(self, x: Tensor | np.ndarray, *, seed: int | None = None) -> None:
         """Sets from x [..., dim] what the constructor left to the data: offset, codebook, scale and gamma.
 
         Deterministic given `seed` (or torch's global one). With torch.distributed it runs on rank 0 and is broadcast,
         so every rank must call it.
         """
-        checks.last_dimension("initialise", "x", x, self.dim, self.codebook.device)
-        x = x.detach().reshape(-1, self.dim).float()
-        self._on_rank_zero(lambda: self._initialise(x, seed))
+        data = self._data("initialise", x)
+        self._on_rank_zero(lambda: self._initialise(data, seed))
         self.initialised = True
 
     def _initialise(self, x: Tensor, seed: int | None) -> None:
@@ -254,33 +253,31 @@ class RecurrentQuantizer(nn.Module):
     def _set_gamma(self, x: Tensor) -> None:
         """GAMMA_C / mean gap between the best and the second best codeword of level 0, unless gamma is fixed."""
         if self.fixed_gamma is None:
-            sample = x[: 1 << 12] if self.offset is None else x[: 1 << 12] - self.offset.float()
+            sample = x[:: -(-len(x) // (1 << 12))]
+            sample = sample if self.offset is None else sample - self.offset.float()
             best_two = torch.cdist(sample, self.codebook.float()).topk(2, dim=1, largest=False).values
             gap = float((best_two[:, 1] - best_two[:, 0]).mean())
             self.gamma.fill_(GAMMA_C / gap if gap > 0 else 1.0)
 
-    def usage(self, codes: Tensor) -> Tensor:
+    def usage(self, codes: Tensor | np.ndarray) -> Tensor:
         """How often each codeword appears at each level of codes [..., levels]: counts [levels, codewords] int64.
 
         >>> dead = layer.usage(codes).sum(dim=0) == 0
         """
-        checks.integers("usage", "codes", codes)
-        flat = codes.reshape(-1, codes.shape[-1])
-        checks.codes("usage", flat, self.codewords, self.levels, codes.device)
-        columns = flat.unbind(dim=1)
-        return torch.stack([torch.bincount(c.long(), minlength=self.codewords) for c in columns])
+        values = checks.array("usage", "codes", codes, integer=True)
+        flat = values.reshape(-1, values.shape[-1]) if values.ndim else values
+        checks.codes("usage", flat, self.codewords, self.levels, flat.device)
+        return torch.stack([torch.bincount(c.long(), minlength=self.codewords) for c in flat.unbind(dim=1)])
 
     @torch.no_grad()
-    def revive(self, x: Tensor, *, seed: int | None = None) -> int:
+    def revive(self, x: Tensor | np.ndarray, *, seed: int | None = None) -> int:
         """Replaces codewords that no vector of x [..., dim] uses by badly approximated rows of x; returns how many.
 
         Call it now and then from the training loop. With torch.distributed rank 0 decides and broadcasts.
         """
         self._require_initialised("revive")
-        checks.last_dimension("revive", "x", x, self.dim, self.codebook.device)
-        x = x.detach().reshape(-1, self.dim).float()
-        before = self.codebook.detach().clone()
-        self._on_rank_zero(lambda: self._revive(x, seed))
+        data, before = self._data("revive", x), self.codebook.detach().clone()
+        self._on_rank_zero(lambda: self._revive(data, seed))
         return int((self.codebook != before).any(dim=1).sum())
 
     def _revive(self, x: Tensor, seed: int | None) -> None:
@@ -293,6 +290,8 @@ class RecurrentQuantizer(nn.Module):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes parameters and constructor arguments to a safetensors file, atomically."""
         self._require_initialised("save")
+        for name, tensor in self.state_dict().items():
+            checks.finite("save", name, tensor)
         files.write(path, "quantizer", dict(self.state_dict()), self._config())
 
     @classmethod
@@ -300,11 +299,11 @@ class RecurrentQuantizer(nn.Module):
         """The layer that `save` wrote, in eval mode and on `device` (CPU by default)."""
         tensors, config, _ = files.read(path, "quantizer")
         try:
-            layer = cls(**config)
+            layer = cls(**config).to(tensors["codebook"].dtype)
             layer.load_state_dict(tensors)
             for name, tensor in tensors.items():
                 checks.finite("load", name, tensor)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise files.FileError(f"load: {path} does not describe a quantizer ({error}).") from error
         return layer.to(device).eval()
 
@@ -333,6 +332,14 @@ class RecurrentQuantizer(nn.Module):
             self._require_initialised("forward")
         self.initialise(x)
 
+    def _data(self, op: str, x: Any) -> Tensor:
+        """Vectors [N, dim] float32 beside the codebook, from [..., dim], torch or numpy."""
+        values = checks.array(op, "x", x)
+        if isinstance(x, np.ndarray):
+            values = values.to(self.codebook.device)
+        checks.last_dimension(op, "x", values, self.dim, self.codebook.device)
+        return values.detach().reshape(-1, self.dim).float()
+
     def _require_initialised(self, op: str) -> None:
         if not self.initialised:
             raise RuntimeError(
@@ -342,6 +349,8 @@ class RecurrentQuantizer(nn.Module):
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.initialised = bool(self._initialised)
+        if self.fixed_gamma is not None:
+            self.fixed_gamma = float(self.gamma)
 
     def _on_rank_zero(self, update: Callable[[], None], *others: Tensor) -> None:
         """Runs `update` on rank 0 and broadcasts parameters, buffers and others; if it fails, it fails everywhere."""

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_MAX_SCORES = 1 << 22  # numbers that encoding holds at a time
 _MAX_GRAM = 8192  # codewords up to which their inner products K x K are formed
 
 # (table [Q, K], codes [N, M], scale [M]) -> sums [Q, N]: `lookup` below, or compiled code that gives the same bits.
@@ -110,7 +111,7 @@ def loss(
     e_hard, e_soft = errors.hard @ omega, errors.soft @ omega
     e_joint = (e_hard - e_soft).abs() if joint == "gap" else errors.joint[:, -1]
     total = weights[0] * e_hard + weights[1] * e_soft + weights[2] * e_joint
-    return Loss(total.sum() / max(len(x), 1), errors.codes)
+    return Loss(total.sum() / torch.sym_max(x.shape[0], 1), errors.codes)
 
 
 def encode(
@@ -128,11 +129,12 @@ def encode(
     """
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         h, codebook, scale, _ = _centred(x, codebook, scale, offset)
+        rows = max(1, _MAX_SCORES // (beam * max(codebook.shape)))  # of [rows, beam, K] or [rows, beam, D] at a time
         if beam == 1:
-            codes = _encode_greedy(h, codebook, scale)
+            parts = [_encode_greedy(part, codebook, scale) for part in h.split(rows)]
         else:
-            codes = _encode_beam(h, codebook, scale, beam, level_weights)
-        return codes.to(torch.uint8 if len(codebook) <= 256 else torch.int32)
+            parts = [_encode_beam(part, codebook, scale, beam, level_weights) for part in h.split(rows)]
+        return torch.cat(parts).to(torch.uint8 if len(codebook) <= 256 else torch.int32)
 
 
 def decode(

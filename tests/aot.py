@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -39,16 +40,16 @@ KERNELS = {
 def compile_kernel(name: str, arch: int) -> dict[str, int | str]:
     """Registers a thread, bytes spilled and bytes of shared memory a block, as ptxas and triton report them."""
     kernel, signature, constants = KERNELS[name]
-    source = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    described = ASTSource(kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     options = {"num_warps": 4, "enable_fp_fusion": False}
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    compiled = triton.compile(described, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = compiled.asm["ptx"]
     target = re.search(r"\.target (\w+)", ptx).group(1)
     ptxas = get_ptxas(arch).path
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [ptxas, "-v", f"-arch={target}", file.name, "-o", f"{file.name}.cubin"]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        command = [ptxas, "-v", f"-arch={target}", str(source), "-o", f"{folder}/kernel.cubin"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     return {
         "kernel": name,

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import doctest
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from drq_fast import codes as codes_module
 from drq_fast import cut, pack, unpack
 from drq_fast.codes import bits, packed_bytes
 
@@ -54,6 +58,23 @@ def test_leading_shapes_many_rows_and_dtypes():
     assert torch.equal(unpack(pack(cube, 300), 300, 3).long(), cube)
     assert unpack(pack(codes % 256, 256), 256, 3).dtype == torch.uint8
     assert unpack(pack(codes, 300), 300, 3).dtype == torch.int32
+
+
+def test_numpy_in_kind_and_unsigned_dtypes():
+    codes = np.array([[5, 2, 7]], dtype=np.uint32)
+    packed = pack(codes, 8)
+    assert packed.tolist() == [[171, 128]]
+    assert isinstance(packed, np.ndarray)
+    assert unpack(packed, 8, 3).tolist() == codes.tolist()
+    assert cut(packed, 8, 1).tolist() == [[160]]
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        assert pack(torch.tensor([[5, 2, 7]]).to(dtype), 8).tolist() == [[171, 128]]
+
+
+def test_the_examples_in_the_docstrings():
+    failures, examples = doctest.testmod(codes_module, extraglobs={"torch": torch})
+    assert examples >= 4
+    assert failures == 0
 
 
 def test_packing_copies():

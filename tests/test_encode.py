@@ -182,3 +182,23 @@ def test_native_takes_narrow_and_strided_inputs(codec):
     assert torch.equal(functional.encode(*turned, backend="native"), codes)
     half = functional.encode(x.bfloat16(), codebook, scale, backend="native")
     assert torch.equal(half, functional.encode(x.bfloat16().float(), codebook, scale, backend="native"))
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_native)])
+@pytest.mark.parametrize("beam", [1, 4])
+def test_vectors_that_are_not_finite_get_some_code_and_disturb_no_other(codec, backend, beam):
+    x, codebook, scale, _ = codec(N=30)
+    clean = functional.encode(x, codebook, scale, beam=beam, backend=backend)
+    x[3], x[7, 2] = float("nan"), float("inf")
+    codes = functional.encode(x, codebook, scale, beam=beam, backend=backend)
+    others = torch.ones(30, dtype=torch.bool).index_fill_(0, torch.tensor([3, 7]), False)
+    assert torch.equal(codes[others], clean[others])
+    assert int(codes.max()) < 8
+    assert codes[3].tolist() == [0, 0, 0]
+
+
+def test_a_beam_is_never_wider_than_there_are_paths(codec):
+    x, codebook, scale, _ = codec(N=5, K=3, M=3)
+    assert torch.equal(
+        functional.encode(x, codebook, scale, beam=10**12), functional.encode(x, codebook, scale, beam=9)
+    )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import resource
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -152,6 +155,55 @@ def test_adding_one_at_a_time_moves_the_arrays_rarely():
     assert len(addresses) <= 12
 
 
+def test_threads_may_search_add_and_remove_at_once():
+    index = Index(LAYER)
+    index.add(X)
+    failures: list[BaseException] = []
+    stop = threading.Event()
+
+    def search() -> None:
+        try:
+            while not stop.is_set():
+                scores, ids = index.search(X[:4], k=5)
+                assert (scores.diff(dim=1) >= 0).all()
+                assert (ids >= 0).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=search) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for round_ in range(60):
+        ids = index.add(X[:50])
+        if round_ % 2:
+            index.remove(ids)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert len(index) == 300 + 30 * 50
+    other = Index(LAYER)
+    other.add_codes(index.codes, ids=index.ids)
+    assert torch.equal(other.search(X[:9], k=20).ids, index.search(X[:9], k=20).ids)
+
+
+def test_deepcopy_and_pickle():
+    index = Index(LAYER)
+    index.add(X)
+    for other in (copy.deepcopy(index), pickle.loads(pickle.dumps(index))):
+        assert torch.equal(other.search(X[:5]).ids, index.search(X[:5]).ids)
+        other.add(X[:1])
+        assert len(other) == len(index) + 1
+
+
+def test_the_highest_id():
+    index = Index(LAYER)
+    index.add(X[:1], ids=[2**62 - 1])
+    with pytest.raises(ValueError, match="add: ids must be given, since the highest one is in use, got None"):
+        index.add(X[:1])
+    index.remove([2**62 - 1])
+
+
 class Model(RuleBasedStateMachine):
     """Any sequence of operations, beside a Python list that does the same the slow way."""
 
@@ -287,6 +339,16 @@ def test_truncated_files_are_refused(saved, keep, mmap):
             lambda h: h.update(config=h["config"].replace("cosine", "manhattan")),
             "metric must be one of",
         ),
+        (lambda t: None, lambda h: h.update(version="9" * 5000), "is corrupted"),
+        (lambda t: None, lambda h: h.update(version="0"), "is corrupted"),
+        (lambda t: None, lambda h: h.update(config="[" * 100_000), "is corrupted"),
+        (
+            lambda t: None,
+            lambda h: h.update(config=h["config"].replace("898", str(2**63))),
+            "next_id must be an integer",
+        ),
+        (lambda t: t.update(more=t["ids"].clone()), lambda h: None, "tensors must be codebook, scale, codes, ids"),
+        (lambda t: t.update(codebook=t["codebook"].double()), lambda h: None, "codebook must be torch.float32"),
         (lambda t: t.pop("codes"), lambda h: None, "does not describe an index"),
         (
             lambda t: t.update(codes=t["codes"].long()),
@@ -338,7 +400,7 @@ def test_mapped_codes_stay_on_disk_until_used(tmp_path):
 
 def test_unreadable_and_unwritable_paths(tmp_path):
     index = Index(LAYER)
-    with pytest.raises(OSError, match=r"load: .*missing.drq cannot be read"):
+    with pytest.raises(FileNotFoundError, match=r"load: .*missing.drq cannot be read"):
         Index.load(tmp_path / "missing.drq")
     with pytest.raises(OSError, match=r"load: .* cannot be read"):
         Index.load(tmp_path)

@@ -14,7 +14,6 @@ from statistics import median
 import pytest
 
 ROOT = Path(__file__).parents[1]
-BUILD_TOOLS = ("setuptools", "pybind11", "ninja")
 
 
 def copy_of_the_source(folder: Path) -> Path:
@@ -111,6 +110,17 @@ def test_a_build_with_cuda(tmp_path):
         pytest.skip("nvcc is not installed")
     python = environment_with(tmp_path, build_wheel(tmp_path, DRQ_FAST_CUDA="1"))
     assert "extension: runtime" in run(str(python), "-m", "drq_fast", "info").stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cuda", ["0", "1"])
+def test_a_path_with_spaces(tmp_path, cuda):
+    if cuda == "1" and shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not installed")
+    folder = tmp_path / "a path with spaces"
+    folder.mkdir()
+    wheel = build_wheel(folder, DRQ_FAST_CUDA=cuda, DRQ_FAST_CUDA_ARCH="sm_80")
+    assert "linux" in wheel.name or "macos" in wheel.name
 
 
 @pytest.mark.slow

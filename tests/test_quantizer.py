@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from drq_fast import FileError, RecurrentQuantizer, functional
+from drq_fast import FileError, Index, RecurrentQuantizer, files, functional, use_backend
 
 
 def data(N: int = 600, D: int = 6, seed: int = 0) -> torch.Tensor:
@@ -163,16 +164,19 @@ def test_all_vectors_equal():
     assert all(p.grad.isfinite().all() for p in layer.parameters())
 
 
-def test_training_lowers_the_loss(layer):
-    optimiser = torch.optim.Adam(layer.parameters(), lr=0.01)
+def test_training_lowers_the_loss():
+    torch.manual_seed(0)
+    layer = RecurrentQuantizer(6, 16, 3, init="random")
+    layer.initialise(data())
+    optimiser = torch.optim.Adam(layer.parameters(), lr=0.02)
     losses = []
-    for _ in range(60):
+    for _ in range(150):
         loss = layer(data(), reconstruct=False).loss
         optimiser.zero_grad()
         loss.backward()
         optimiser.step()
         losses.append(loss.item())
-    assert losses[-1] < 0.98 * losses[0]
+    assert losses[-1] < 0.8 * losses[0]
 
 
 def test_usage_and_revive(layer):
@@ -207,6 +211,32 @@ def test_encode_takes_float64_arrays_and_read_only_ones(layer):
     x.flags.writeable = False
     assert (layer.encode(x) == layer.encode(data(20)).numpy()).all()
     assert (layer.decode(layer.encode(x).astype(np.uint16)) == layer.decode(layer.encode(x))).all()
+
+
+def test_numpy_everywhere():
+    layer, x = RecurrentQuantizer(6, 16, 3), data(100).numpy()
+    layer.initialise(x[::-1], seed=0)
+    codes = layer.encode(x)
+    assert layer.usage(codes).sum() == 300
+    assert layer.revive(x) >= 0
+    assert (layer.encode(x[::-1])[::-1] == layer.encode(x)).all()
+    assert (layer.encode(x.astype(">f4")) == layer.encode(x)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_default_dtypes_do_not_matter(layer, dtype):
+    x = data()
+    expected = layer(x)
+    torch.set_default_dtype(dtype)
+    try:
+        assert torch.equal(layer(x).loss, expected.loss)
+        assert torch.equal(layer.encode(x, beam=1).long(), expected.codes)
+        RecurrentQuantizer(6, 16, 3).float().initialise(x)
+        index = Index(layer)
+        index.add(x, beam=2)
+        assert index.search(x[:3]).scores.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_bits():
@@ -302,9 +332,37 @@ def test_load_refuses_an_index_or_nonsense(tmp_path, layer):
         RecurrentQuantizer.load(path)
     with torch.no_grad():
         layer.codebook[0, 0] = float("nan")
-    layer.save(path)
+    with pytest.raises(ValueError, match="save: codebook must be finite, got NaN or infinity in row 0"):
+        layer.save(path)
+    files.write(path, "quantizer", dict(layer.state_dict()), layer._config())
     with pytest.raises(FileError, match=r"does not describe a quantizer \(load: codebook must be finite"):
         RecurrentQuantizer.load(path)
+
+
+def test_load_keeps_the_dtype(tmp_path, layer):
+    layer.double().save(tmp_path / "layer.drq")
+    assert RecurrentQuantizer.load(tmp_path / "layer.drq").codebook.dtype == torch.float64
+
+
+def test_a_fixed_gamma_follows_the_state_dict(layer):
+    other = RecurrentQuantizer(6, 16, 3, gamma=7.0)
+    other.load_state_dict(layer.state_dict())
+    assert other.fixed_gamma == other.gamma == layer.gamma
+
+
+def test_forward_reads_no_value_of_a_tensor(layer):
+    """On a GPU every `item()` would wait for it; `gamma` on the CPU is the one exception."""
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function is torch.ops.aten._local_scalar_dense.default
+            return function(*args, **(kwargs or {}))
+
+    with use_backend("torch"), Reads() as reads:
+        layer(data())
+    assert reads.count == 0
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

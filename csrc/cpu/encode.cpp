@@ -24,11 +24,11 @@ void greedy(const Encode& job, int64_t begin, int64_t end) {
   Buffer<int32_t> path(tile.M);
   for (int64_t n = begin; n < end; ++n) {
     const float* now = tile.scores + n * tile.P;
-    float r = tile.squared_norms[n];
+    float r = tile.squared_norms[n], base = r;
     for (int64_t m = 0; m < tile.M; ++m) {
       const float best = keys_of(now, tile.bias + m * tile.P, tile.scale[m], tile.P, key.data);
       path.data[m] = static_cast<int32_t>(first_equal(key.data, tile.P, best));
-      if (m + 1 < tile.M) r = advance(tile, n, path.data, m, r + best, now, t.data, residual.data);
+      if (m + 1 < tile.M) r = advance(tile, n, path.data, m, r + best, now, t.data, base, residual.data);
       now = t.data;
     }
     write(job, n, path.data);
@@ -63,9 +63,11 @@ struct Best {
 
 // One vector's paths after a level, in the order of their codes.
 struct Paths {
-  Paths(int64_t beam, int64_t P, int64_t M) : scores(beam * P), errors(beam), costs(beam), codes(beam * M) {}
+  Paths(int64_t beam, int64_t P, int64_t M)
+      : scores(beam * P), errors(beam), bases(beam), costs(beam), codes(beam * M) {}
   Buffer<float> scores;   // t [beam, P]
   Buffer<float> errors;   // r [beam]
+  Buffer<float> bases;    // see advance() [beam]
   Buffer<float> costs;    // sum of omega[i] d_i^2 so far [beam]
   Buffer<int32_t> codes;  // [beam, M]
 };
@@ -102,11 +104,14 @@ void beamed(const Encode& job, int64_t begin, int64_t end) {
     Paths *now = &first, *next = &second;
     std::memcpy(now->scores.data, tile.scores + n * P, P * sizeof(float));
     now->errors.data[0] = tile.squared_norms[n];
+    now->bases.data[0] = tile.squared_norms[n];
     now->costs.data[0] = 0;
     int64_t paths = 1;
     for (int64_t m = 0; m < M; ++m) {
       best.clear(m + 1 == M ? 1 : job.beam);
       for (int64_t b = 0; b < paths; ++b) extend(job, *now, b, m, key.data, best);
+      // Only a vector that is not finite leaves nothing to choose from: it gets codeword 0, as in greedy encoding.
+      if (best.count == 0) best.offer({0, 0, 0});
       paths = best.count;
       std::sort(best.items.data, best.items.data + paths,
                 [](const Candidate& a, const Candidate& b) { return a.place < b.place; });
@@ -118,8 +123,9 @@ void beamed(const Encode& job, int64_t begin, int64_t end) {
         path[m] = static_cast<int32_t>(codeword);
         if (m + 1 == M) break;
         next->costs.data[i] = now->costs.data[parent] + job.omega[m] * chosen.error;
+        next->bases.data[i] = now->bases.data[parent];
         next->errors.data[i] = advance(tile, n, path, m, chosen.error, now->scores.data + parent * P,
-                                       next->scores.data + i * P, residual.data);
+                                       next->scores.data + i * P, next->bases.data[i], residual.data);
       }
       std::swap(now, next);
     }

@@ -14,7 +14,7 @@ void assign(const Loss& job, int64_t begin, int64_t end, int64_t) {
   for (int64_t n = begin; n < end; ++n) {
     const float* now = tile.scores + n * P;
     int64_t* path = job.codes + n * M;
-    float r = tile.squared_norms[n];
+    float r = tile.squared_norms[n], base = r;
     for (int64_t m = 0; m < M; ++m) {
       float* p = job.soft + (n * M + m) * P;
       const float best = keys_of(now, tile.bias + m * P, tile.scale[m], P, p);
@@ -30,7 +30,7 @@ void assign(const Loss& job, int64_t begin, int64_t end, int64_t) {
       const Floats share = Floats::all(1 / sum(total));
       for (int64_t k = 0; k < P; k += kWidth) (Floats::load(p + k) * share).store(p + k);
       p[path[m]] -= 1;
-      r = advance(tile, n, path, m, r + best, now, t.data, residual.data);
+      r = advance(tile, n, path, m, r + best, now, t.data, base, residual.data);
       job.residuals[n * M + m] = r;
       now = t.data;
     }
@@ -44,10 +44,10 @@ void all_scores(const Loss& job, int64_t n, float* t, float* residual) {
   const Tile& tile = job.tile;
   const int64_t* path = job.codes + n * tile.M;
   const float* now = tile.scores + n * tile.P;
-  float r = tile.squared_norms[n];
+  float r = tile.squared_norms[n], base = r;
   for (int64_t m = 0; m < tile.M; ++m) {
     const float key = tile.bias[m * tile.P + path[m]] - 2 * tile.scale[m] * now[path[m]];
-    r = advance(tile, n, path, m, r + key, now, t + m * tile.P, residual);
+    r = advance(tile, n, path, m, r + key, now, t + m * tile.P, base, residual);
     now = t + m * tile.P;
   }
 }

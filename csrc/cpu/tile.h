@@ -49,15 +49,16 @@ float dot(const float* a, const float* b, int64_t count) {
   return result;
 }
 
-// Where a squared residual is below this share of ||x||^2, score space has lost too many of its bits.
+// Where a squared residual is below this share of what score space started from, it has lost too many of its bits.
 constexpr float kRebaseBelow = 1.0f / 256;
 
-// From level m to m + 1 of row n: t_next = t - s_m G[path[m]], given r = r_{m+1}; returns r. Where that is small, both
-// are formed anew from the residual itself. t_next may be t.
+// From level m to m + 1 of row n: t_next = t - s_m G[path[m]], given r = r_{m+1}; returns r. Where that is small beside
+// `base`, the squared norm that t was last formed from, both are formed anew from the residual, which is the new base.
+// t_next may be t.
 template <class Code>
 float advance(const Tile& tile, int64_t n, const Code* path, int64_t m, float r, const float* t, float* t_next,
-              float* residual) {
-  if (r < tile.squared_norms[n] * kRebaseBelow) {
+              float& base, float* residual) {
+  if (r < base * kRebaseBelow) {
     std::memcpy(residual, tile.x + n * tile.D, tile.D * sizeof(float));
     for (int64_t i = 0; i <= m; ++i) {
       const float* word = tile.codebook + path[i] * tile.D;
@@ -65,7 +66,7 @@ float advance(const Tile& tile, int64_t n, const Code* path, int64_t m, float r,
     }
     for (int64_t k = 0; k < tile.K; ++k) t_next[k] = dot(residual, tile.codebook + k * tile.D, tile.D);
     for (int64_t k = tile.K; k < tile.P; ++k) t_next[k] = 0;
-    return dot(residual, residual, tile.D);
+    return base = dot(residual, residual, tile.D);
   }
   const float* row = tile.gram + path[m] * tile.P;
   const Floats factor = Floats::all(tile.scale[m]);
