@@ -38,12 +38,12 @@ struct Arguments {
   T* pointer(const char* name) const {
     return reinterpret_cast<T*>(given[name].cast<std::uintptr_t>());
   }
+  float number(const char* name) const { return given[name].cast<float>(); }
   int64_t size(const char* name) const { return given[name].cast<int64_t>(); }
 };
 
 drq::Tile tile_of(const Arguments& job) {
   return {job.pointer<float>("scores"),
-          job.pointer<float>("squared_norms"),
           job.pointer<float>("x"),
           job.pointer<float>("codebook"),
           job.pointer<float>("gram"),
@@ -65,21 +65,23 @@ drq::Encode encode_of(const Arguments& job) {
 
 drq::Loss loss_of(const Arguments& job) {
   return {tile_of(job),
-          job.given["gamma"].cast<float>(),
+          job.number("gamma"),
+          job.number("of_hard"),
+          job.number("of_soft"),
+          job.number("of_joint"),
+          job.size("gap") != 0,
+          job.pointer<float>("omega"),
           job.pointer<int64_t>("codes"),
+          job.pointer<float>("squared_norms"),
           job.pointer<float>("residuals"),
           job.pointer<float>("soft"),
           job.pointer<float>("product"),
-          job.pointer<float>("soft_errors"),
-          job.pointer<float>("joint"),
-          job.pointer<float>("dhard"),
-          job.pointer<float>("dsoft"),
-          job.pointer<float>("djoint"),
           job.pointer<float>("dscores"),
           job.pointer<float>("dsquared_norms"),
           job.pointer<float>("dgram"),
           job.pointer<float>("ddiagonal"),
-          job.pointer<double>("dscale")};
+          job.pointer<double>("dscale"),
+          job.pointer<double>("value")};
 }
 
 int index_of(const std::string& isa) {
@@ -90,16 +92,16 @@ int index_of(const std::string& isa) {
 
 template <class Job>
 void def_kernel(py::module_& module, const char* name, Job (*job_of)(const Arguments&),
-                void (*kernel)(const Job&, int, int)) {
+                void (*kernel)(const Job&, int)) {
   module.def(
       name,
-      [=](const std::string& isa, int threads, const py::kwargs& arguments) {
+      [=](const std::string& isa, const py::kwargs& arguments) {
         const Job job = job_of(Arguments{arguments});
         const int chosen = index_of(isa);
         py::gil_scoped_release release;
-        kernel(job, chosen, threads);
+        kernel(job, chosen);
       },
-      py::arg("isa"), py::arg("threads"));
+      py::arg("isa"));
 }
 
 }  // namespace
@@ -125,7 +127,7 @@ PYBIND11_MODULE(_C, module) {
   });
   def_kernel(module, "encode_cpu", encode_of, drq::encode_cpu);
   def_kernel(module, "assign_cpu", loss_of, drq::assign_cpu);
-  def_kernel(module, "errors_cpu", loss_of, drq::errors_cpu);
+  def_kernel(module, "evaluate_cpu", loss_of, drq::evaluate_cpu);
   def_kernel(module, "backward_cpu", loss_of, drq::backward_cpu);
 
 #ifdef DRQ_FAST_CUDA

@@ -8,14 +8,13 @@ namespace drq {
 // Some vectors and the codec. K is padded to P, a multiple of 16: scores, codewords and gram with zeros, bias with
 // infinity, so that padding is never chosen.
 struct Tile {
-  const float* scores;         // [N, P]  S = x C^T
-  const float* squared_norms;  // [N]     ||x||^2
-  const float* x;              // [N, D]  read only for rows that are re-based
-  const float* codebook;       // [P, D]  likewise
-  const float* gram;           // [P, P]  G = C C^T
-  const float* diagonal;       // [P]     G[k, k]
-  const float* bias;           // [M, P]  scale[m]^2 G[k, k]
-  const float* scale;          // [M]
+  const float* scores;    // [N, P]  S = x C^T
+  const float* x;         // [N, D]
+  const float* codebook;  // [P, D]  read only for rows that are re-based
+  const float* gram;      // [P, P]  G = C C^T
+  const float* diagonal;  // [P]     G[k, k]
+  const float* bias;      // [M, P]  scale[m]^2 G[k, k]
+  const float* scale;     // [M]
   int64_t N, K, P, D, M;
 };
 
@@ -27,35 +26,35 @@ struct Encode {
   int64_t beam;
   bool wide;  // codes are int32
 };
-void encode_cpu(const Encode& job, int isa, int threads);
+void encode_cpu(const Encode& job, int isa);
 
-// The loss and its gradients, in three steps with a matrix product by the caller after the first and after the last:
+// The loss and its gradients, in steps with a matrix product by the caller in between:
 //   assign    codes, residuals and, in `soft`, p_m - onehot(b_m); then the caller sets product = soft G
-//   errors    soft_errors and joint
-//   backward  dscores, dsquared_norms, and added up over rows dgram, ddiagonal and dscale; it leaves in `soft` the sums
-//             Delta_m of scale[i] (p_i - onehot(b_i)) over i <= m, and in `product` those times the gradient of
-//             Delta_m G Delta_m^T; then the caller adds soft^T product to dgram
+//   evaluate  adds the loss of all rows to `value`
+//   backward  the same, and dscores, dsquared_norms, and added up over rows dgram, ddiagonal and dscale; it leaves in
+//             `soft` the sums Delta_m of scale[i] (p_i - onehot(b_i)) over i <= m, and in `product` those times the
+//             gradient of Delta_m G Delta_m^T; then the caller adds soft^T product to dgram
 struct Loss {
   Tile tile;
   float gamma;
-  int64_t* codes;         // [N, M]
-  float* residuals;       // [N, M]           r_{m+1} = ||x - xhat_m||^2
-  float* soft;            // [N, M, P]
-  float* product;         // [N, M, P]
-  float* soft_errors;     // [N, M]           ||x - xsoft_m||^2
-  float* joint;           // [N, M]           ||xsoft_m - xhat_m||^2
-  const float* dhard;     // [N, M]           gradient of the loss by ||x - xhat_m||
-  const float* dsoft;     // [N, M]           by ||x - xsoft_m||
-  const float* djoint;    // [N, M]           by joint
-  float* dscores;         // [N, P]           may be tile.scores
-  float* dsquared_norms;  // [N]
-  float* dgram;           // [threads, P, P]  a part for each thread; the caller sums them in order
-  float* ddiagonal;       // [threads, P]     likewise; belongs on the diagonal of dgram
-  double* dscale;         // [threads, M]     likewise
+  float of_hard, of_soft, of_joint;  // weights of E_h, E_s and E_j
+  bool gap;                          // E_j = |E_h - E_s|, else ||xsoft - xhat||^2
+  const float* omega;                // [M]        weights of the levels in E_h and E_s
+  int64_t* codes;                    // [N, M]
+  float* squared_norms;              // [N]        ||x||^2
+  float* residuals;                  // [N, M]     r_{m+1} = ||x - xhat_m||^2
+  float* soft;                       // [N, M, P]
+  float* product;                    // [N, M, P]
+  float* dscores;                    // [N, P]
+  float* dsquared_norms;             // [N]
+  float* dgram;                      // [P, P]     added to
+  float* ddiagonal;                  // [P]        likewise; belongs on the diagonal of dgram
+  double* dscale;                    // [M]        likewise
+  double* value;                     // [1]        likewise
 };
-void assign_cpu(const Loss& job, int isa, int threads);
-void errors_cpu(const Loss& job, int isa, int threads);
-void backward_cpu(const Loss& job, int isa, int threads);
+void assign_cpu(const Loss& job, int isa);
+void evaluate_cpu(const Loss& job, int isa);
+void backward_cpu(const Loss& job, int isa);
 
 // isa is an index into kIsaNames for which isa_supported() holds: compiled in, and this processor has it.
 constexpr const char* kIsaNames[] = {"portable", "avx2", "avx512"};

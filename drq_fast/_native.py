@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from . import reference
 
 MAX_CODEWORDS = 8192  # up to which `encode` forms their inner products
 _TILE = 1 << 20  # floats of a tile that stays in cache
+_MIN_ROWS = 64  # fewer are not worth a thread
 
 extension: ModuleType | None
 _import_error = ""
@@ -75,19 +77,36 @@ class _Codec:
         self.bias = (self.scale * self.scale)[:, None] * self.diagonal
         self.bias[:, self.K :] = float("inf")
 
-    def tiles(self, x: Tensor, offset: Tensor | None, rows: int) -> Iterator[tuple[slice, Tensor, dict[str, int]]]:
-        """(rows, x - offset there, what every kernel is told of them) with the scores of the tile in `scores`."""
-        self.scores, self.norms = _floats(rows, self.P), _floats(rows)
-        for first in range(0, len(x), rows):
-            tile = x[first : first + rows].float()
-            tile = (tile if offset is None else tile - offset.float()).contiguous()
-            N = len(tile)
-            torch.mm(tile, self.codebook.T, out=self.scores[:N])
-            torch.linalg.vecdot(tile, tile, out=self.norms[:N])
-            told = {name: getattr(self, name).data_ptr() for name in ("codebook", "gram", "diagonal", "bias", "scale")}
-            told |= {"scores": self.scores.data_ptr(), "squared_norms": self.norms.data_ptr(), "x": tile.data_ptr()}
-            told |= {"N": N, "K": self.K, "P": self.P, "D": self.D, "M": self.M}
-            yield slice(first, first + N), tile, told
+    def tile(self, x: Tensor, offset: Tensor | None, scores: Tensor) -> tuple[Tensor, dict[str, int]]:
+        """x [n, D] as the kernels want it, and what they are told; `scores` gets its products with the codewords."""
+        tile = x.float() if offset is None else x.float() - offset.float()
+        tile = tile.contiguous()
+        torch.mm(tile, self.codebook.T, out=scores[: len(tile)])
+        told = {name: getattr(self, name).data_ptr() for name in ("codebook", "gram", "diagonal", "bias", "scale")}
+        told |= {"scores": scores.data_ptr(), "x": tile.data_ptr(), "N": len(tile)}
+        return tile, told | {"K": self.K, "P": self.P, "D": self.D, "M": self.M}
+
+
+def _in_threads(work: Callable[[int, slice], None], N: int) -> None:
+    """work(part, rows) for as many parts of 0..N as torch has threads, each in a thread of its own.
+
+    Within them torch computes with one thread. So a tile stays in the cache of one core, and nobody has to wait for
+    threads of torch's that keep spinning after a matrix product.
+    """
+    parts = max(1, min(torch.get_num_threads(), N // _MIN_ROWS))
+    inference = torch.is_inference_mode_enabled()
+
+    def run(part: int) -> None:
+        torch.set_num_threads(1)  # holds for this thread alone
+        with torch.inference_mode(inference), torch.no_grad():
+            work(part, slice(N * part // parts, N * (part + 1) // parts))
+
+    if parts == 1:
+        with torch.no_grad():
+            work(0, slice(0, N))
+    else:
+        with ThreadPoolExecutor(parts) as pool:
+            list(pool.map(run, range(parts)))
 
 
 def encode(
@@ -105,84 +124,105 @@ def encode(
     omega = torch.ones(codec.M, dtype=torch.float32) if level_weights is None else level_weights.float()
     still_to_come = reference.still_to_come(omega)
     codes = torch.empty(len(x), codec.M, dtype=torch.uint8 if codec.K <= 256 else torch.int32, device="cpu")
-    for rows, _, told in codec.tiles(x, offset, min(max(64, _TILE // max(codec.P, codec.D)), max(len(x), 1))):
-        extension.encode_cpu(
-            **told,
-            omega=omega.data_ptr(),
-            still_to_come=still_to_come.data_ptr(),
-            codes=codes[rows].data_ptr(),
-            wide=codes.dtype == torch.int32,
-            beam=beam,
-            isa=instruction_set(),
-            threads=torch.get_num_threads(),
-        )
+    native, isa, step = extension, instruction_set(), max(64, _TILE // max(codec.P, codec.D))
+
+    def work(part: int, rows: slice) -> None:
+        scores = _floats(min(step, rows.stop - rows.start), codec.P)
+        for first in range(rows.start, rows.stop, step):
+            here = slice(first, min(first + step, rows.stop))
+            _tile, told = codec.tile(x[here], offset, scores)  # kept while the kernel reads it
+            native.encode_cpu(
+                isa=isa,
+                omega=omega.data_ptr(),
+                still_to_come=still_to_come.data_ptr(),
+                codes=codes[here].data_ptr(),
+                wide=codes.dtype == torch.int32,
+                beam=beam,
+                **told,
+            )
+
+    _in_threads(work, len(x))
     return codes
 
 
 class LossGradients(NamedTuple):
-    """value: the sum of what `weigh` returned; codes [N, M] int64; dx [N, D], dcodebook [K, D], dscale [M] or None."""
+    """loss: a scalar; codes [N, M] int64; dx [N, D], dcodebook [K, D] and dscale [M], or None."""
 
-    value: Tensor
+    loss: Tensor
     codes: Tensor
-    dx: Tensor | None
-    dcodebook: Tensor | None
-    dscale: Tensor | None
+    dx: Tensor | None = None
+    dcodebook: Tensor | None = None
+    dscale: Tensor | None = None
 
 
-# (hard, soft, joint), each [n, M], as `reference.Distortion` has them -> (their loss, its gradient by each of them)
-Weigh = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, tuple[Tensor, Tensor, Tensor]]]
+class _LossSums:
+    """What one thread adds up: the loss, and the gradients that all rows share."""
+
+    def __init__(self, codec: _Codec) -> None:
+        self.value = torch.zeros((), dtype=torch.float64, device="cpu")
+        self.dscale = torch.zeros(codec.M, dtype=torch.float64, device="cpu")
+        self.dgram = _floats(codec.P, codec.P).zero_()
+        self.ddiagonal = _floats(codec.P).zero_()
+        self.dcodebook = _floats(codec.P, codec.D).zero_()
 
 
 def loss(
-    x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float, offset: Tensor | None, weigh: Weigh, gradients: bool
+    x: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    gamma: float,
+    offset: Tensor | None,
+    weights: tuple[float, float, float],
+    omega: Tensor,
+    joint: str,
+    gradients: bool,
 ) -> LossGradients:
-    """A loss of the errors after each level and, in the same pass over x, its gradients: three products of N K D and
-    2 M of N K K, tile by tile, so that nothing of size N K is ever stored."""
+    """`reference.loss` and, in the same pass over x, its gradients: three products of N K D and 2 M of N K K.
+
+    The loss is a scalar, so the gradients can be formed while a tile is in cache: nothing of size N K is ever stored.
+    """
     assert extension is not None
-    codec = _Codec(codebook, scale)
-    M, P = codec.M, codec.P
-    rows = min(max(16, _TILE // (P * (2 * M + 1))), max(len(x), 1))
-    threads = torch.get_num_threads()
-    codes = torch.empty(len(x), M, dtype=torch.int64, device="cpu")
-    residuals, soft_errors, joint = _floats(3, rows, M).unbind()
-    dhard, dsoft, djoint = _floats(3, rows, M).unbind()
-    soft, product = _floats(2, rows * M, P).unbind()
-    dscores, dnorms = _floats(rows, P), _floats(rows)
-    dgram, ddiagonal = _floats(threads, P, P).zero_(), _floats(threads, P).zero_()
-    dscale = torch.zeros(threads, M, dtype=torch.float64, device="cpu")
-    buffers = {
-        "residuals": residuals, "soft": soft, "product": product, "soft_errors": soft_errors, "joint": joint,
-        "dhard": dhard, "dsoft": dsoft, "djoint": djoint, "dscores": dscores, "dsquared_norms": dnorms,
-        "dgram": dgram, "ddiagonal": ddiagonal, "dscale": dscale,
-    }  # fmt: skip
-    pointers = {name: buffer.data_ptr() for name, buffer in buffers.items()}
-    value = torch.zeros((), dtype=torch.float64, device="cpu")
+    native, isa, codec = extension, instruction_set(), _Codec(codebook, scale)
+    codes = torch.empty(len(x), codec.M, dtype=torch.int64, device="cpu")
     dx = _floats(len(x), codec.D) if gradients else None
-    dcodebook = _floats(P, codec.D).zero_()
-    for part, tile, told in codec.tiles(x, offset, rows):
-        N = len(tile)
-        job = {**told, **pointers, "codes": codes[part].data_ptr(), "gamma": gamma}
-        run = {"isa": instruction_set(), "threads": threads}
-        extension.assign_cpu(**run, **job)
-        torch.mm(soft[: N * M], codec.gram, out=product[: N * M])
-        extension.errors_cpu(**run, **job)
-        errors = residuals[:N].clamp_min(0).sqrt(), soft_errors[:N].clamp_min(0).sqrt(), joint[:N]
-        part_value, upstream = weigh(*errors)
-        value += part_value
-        if dx is not None:
-            for buffer, gradient in zip((dhard, dsoft, djoint), upstream, strict=True):
-                buffer[:N] = gradient
-            extension.backward_cpu(**run, **job)
-            dgram[0].addmm_(soft[: N * M].T, product[: N * M])
-            torch.mm(dscores[:N], codec.codebook, out=dx[part])
-            dx[part].addcmul_(tile, dnorms[:N, None], value=2)
-            dcodebook.addmm_(dscores[:N].T, tile)
+    sums = [_LossSums(codec) for _ in range(torch.get_num_threads())]
+    step = max(16, _TILE // (codec.P * (2 * codec.M + 1)))
+    of_hard, of_soft, of_joint = (weight / max(len(x), 1) for weight in weights)
+    settings = {"of_hard": of_hard, "of_soft": of_soft, "of_joint": of_joint, "gap": joint == "gap", "gamma": gamma}
+
+    def work(part: int, rows: slice) -> None:
+        M, P, total = codec.M, codec.P, sums[part]
+        height = min(step, rows.stop - rows.start)
+        scores, soft, product = _floats(height, P), _floats(height * M, P), _floats(height * M, P)
+        buffers = {"soft": soft, "product": product, "residuals": _floats(height, M), "squared_norms": _floats(height)}
+        buffers |= {"dscores": _floats(height, P), "dsquared_norms": _floats(height), "omega": omega}
+        buffers |= {name: getattr(total, name) for name in ("value", "dscale", "dgram", "ddiagonal")}
+        job = {**settings, **{name: buffer.data_ptr() for name, buffer in buffers.items()}, "isa": isa}
+        for first in range(rows.start, rows.stop, step):
+            here = slice(first, min(first + step, rows.stop))
+            tile, told = codec.tile(x[here], offset, scores)
+            N = len(tile)
+            job |= told | {"codes": codes[here].data_ptr()}
+            native.assign_cpu(**job)
+            torch.mm(soft[: N * M], codec.gram, out=product[: N * M])
+            if dx is None:
+                native.evaluate_cpu(**job)
+                continue
+            native.backward_cpu(**job)
+            total.dgram.addmm_(soft[: N * M].T, product[: N * M])
+            torch.mm(buffers["dscores"][:N], codec.codebook, out=dx[here])
+            dx[here].addcmul_(tile, buffers["dsquared_norms"][:N, None], value=2)
+            total.dcodebook.addmm_(buffers["dscores"][:N].T, tile)
+
+    _in_threads(work, len(x))
+    value = torch.stack([part.value for part in sums]).sum().float()
     if dx is None:
-        return LossGradients(value.float(), codes, None, None, None)
-    dgram_sum = dgram.sum(dim=0)
-    dgram_sum.diagonal().add_(ddiagonal.sum(dim=0))
-    dcodebook.addmm_(dgram_sum + dgram_sum.T, codec.codebook)
-    return LossGradients(value.float(), codes, dx, dcodebook[: codec.K], dscale.sum(dim=0).float())
+        return LossGradients(value, codes)
+    dgram = torch.stack([part.dgram + part.ddiagonal.diag() for part in sums]).sum(dim=0)
+    dcodebook = torch.stack([part.dcodebook for part in sums]).sum(dim=0).addmm_(dgram + dgram.T, codec.codebook)
+    dscale = torch.stack([part.dscale for part in sums]).sum(dim=0).float()
+    return LossGradients(value, codes, dx, dcodebook[: codec.K], dscale)
 
 
 def instruction_set() -> str:

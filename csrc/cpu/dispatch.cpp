@@ -1,15 +1,14 @@
 // Chooses between the copies of the kernels that setup.py compiles, one per instruction set.
-#include "cpu/parallel.h"
 #include "levels.h"
 
 namespace drq {
 
-#define DRQ_DECLARE(isa)                                                    \
-  namespace isa {                                                           \
-  void encode(const Encode& job, int64_t begin, int64_t end, int64_t part); \
-  void assign(const Loss& job, int64_t begin, int64_t end, int64_t part);   \
-  void errors(const Loss& job, int64_t begin, int64_t end, int64_t part);   \
-  void backward(const Loss& job, int64_t begin, int64_t end, int64_t part); \
+#define DRQ_DECLARE(isa)          \
+  namespace isa {                 \
+  void encode(const Encode& job); \
+  void assign(const Loss& job);   \
+  void evaluate(const Loss& job); \
+  void backward(const Loss& job); \
   }
 
 DRQ_DECLARE(portable)
@@ -32,17 +31,13 @@ bool isa_supported(int isa) {
 }
 
 template <class Job>
-using Kernel = void (*)(const Job&, int64_t begin, int64_t end, int64_t part);
-
-template <class Job>
-void run(const Kernel<Job> (&copies)[kIsaCount], const Job& job, int isa, int threads) {
-  const Kernel<Job> kernel = copies[isa];
-  parallel_for(job.tile.N, threads, [&](int64_t begin, int64_t end, int64_t part) { kernel(job, begin, end, part); });
+void run(void (*const (&copies)[kIsaCount])(const Job&), const Job& job, int isa) {
+  copies[isa](job);
 }
 
-void encode_cpu(const Encode& job, int isa, int threads) { run<Encode>(DRQ_COPIES(encode), job, isa, threads); }
-void assign_cpu(const Loss& job, int isa, int threads) { run<Loss>(DRQ_COPIES(assign), job, isa, threads); }
-void errors_cpu(const Loss& job, int isa, int threads) { run<Loss>(DRQ_COPIES(errors), job, isa, threads); }
-void backward_cpu(const Loss& job, int isa, int threads) { run<Loss>(DRQ_COPIES(backward), job, isa, threads); }
+void encode_cpu(const Encode& job, int isa) { run<Encode>(DRQ_COPIES(encode), job, isa); }
+void assign_cpu(const Loss& job, int isa) { run<Loss>(DRQ_COPIES(assign), job, isa); }
+void evaluate_cpu(const Loss& job, int isa) { run<Loss>(DRQ_COPIES(evaluate), job, isa); }
+void backward_cpu(const Loss& job, int isa) { run<Loss>(DRQ_COPIES(backward), job, isa); }
 
 }  // namespace drq

@@ -18,13 +18,13 @@ void write(const Encode& job, int64_t n, const int32_t* path) {
   }
 }
 
-void greedy(const Encode& job, int64_t begin, int64_t end) {
+void greedy(const Encode& job) {
   const Tile& tile = job.tile;
   Buffer<float> t(tile.P), key(tile.P), residual(tile.D);
   Buffer<int32_t> path(tile.M);
-  for (int64_t n = begin; n < end; ++n) {
+  for (int64_t n = 0; n < tile.N; ++n) {
     const float* now = tile.scores + n * tile.P;
-    float r = tile.squared_norms[n], base = r;
+    float r = squared_norm(tile, n), base = r;
     for (int64_t m = 0; m < tile.M; ++m) {
       const float best = keys_of(now, tile.bias + m * tile.P, tile.scale[m], tile.P, key.data);
       path.data[m] = static_cast<int32_t>(first_equal(key.data, tile.P, best));
@@ -94,17 +94,16 @@ void extend(const Encode& job, const Paths& now, int64_t b, int64_t m, float* ke
   }
 }
 
-void beamed(const Encode& job, int64_t begin, int64_t end) {
+void beamed(const Encode& job) {
   const Tile& tile = job.tile;
   const int64_t P = tile.P, M = tile.M;
   Paths first(job.beam, P, M), second(job.beam, P, M);
   Buffer<float> key(P), residual(tile.D);
   Best best(job.beam);
-  for (int64_t n = begin; n < end; ++n) {
+  for (int64_t n = 0; n < tile.N; ++n) {
     Paths *now = &first, *next = &second;
     std::memcpy(now->scores.data, tile.scores + n * P, P * sizeof(float));
-    now->errors.data[0] = tile.squared_norms[n];
-    now->bases.data[0] = tile.squared_norms[n];
+    now->errors.data[0] = now->bases.data[0] = squared_norm(tile, n);
     now->costs.data[0] = 0;
     int64_t paths = 1;
     for (int64_t m = 0; m < M; ++m) {
@@ -135,11 +134,11 @@ void beamed(const Encode& job, int64_t begin, int64_t end) {
 
 }  // namespace
 
-void encode(const Encode& job, int64_t begin, int64_t end, int64_t) {
+void encode(const Encode& job) {
   if (job.beam == 1)
-    greedy(job, begin, end);
+    greedy(job);
   else
-    beamed(job, begin, end);
+    beamed(job);
 }
 
 }  // namespace DRQ_ISA
