@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,7 @@ from . import reference
 
 MAX_CODEWORDS = 8192  # up to which `encode` forms their inner products
 _TILE = 1 << 20  # floats of a tile that stays in cache
+_BLOCK = 1 << 22  # floats of scores that are kept at a time in training
 _MIN_ROWS = 64  # fewer are not worth a thread
 
 extension: ModuleType | None
@@ -77,14 +79,16 @@ class _Codec:
         self.bias = (self.scale * self.scale)[:, None] * self.diagonal
         self.bias[:, self.K :] = float("inf")
 
-    def tile(self, x: Tensor, offset: Tensor | None, scores: Tensor) -> tuple[Tensor, dict[str, int]]:
-        """x [n, D] as the kernels want it, and what they are told; `scores` gets its products with the codewords."""
-        tile = x.float() if offset is None else x.float() - offset.float()
-        tile = tile.contiguous()
-        torch.mm(tile, self.codebook.T, out=scores[: len(tile)])
-        told = {name: getattr(self, name).data_ptr() for name in ("codebook", "gram", "diagonal", "bias", "scale")}
-        told |= {"scores": scores.data_ptr(), "x": tile.data_ptr(), "N": len(tile)}
-        return tile, told | {"K": self.K, "P": self.P, "D": self.D, "M": self.M}
+    def told(self, x: Tensor, scores: Tensor) -> dict[str, int]:
+        """What the kernels are told of centred x [n, D] and its products with the codewords, scores [n, P]."""
+        pointers = {name: getattr(self, name).data_ptr() for name in ("codebook", "gram", "diagonal", "bias", "scale")}
+        pointers |= {"x": x.data_ptr(), "scores": scores.data_ptr()}
+        return pointers | {"N": len(x), "K": self.K, "P": self.P, "D": self.D, "M": self.M}
+
+
+def _centred(x: Tensor, offset: Tensor | None) -> Tensor:
+    """x [n, D] - offset, float32 and contiguous; x itself where it is that already."""
+    return (x.float() if offset is None else x.float() - offset.float()).contiguous()
 
 
 def _in_threads(work: Callable[[int, slice], None], N: int) -> None:
@@ -130,7 +134,8 @@ def encode(
         scores = _floats(min(step, rows.stop - rows.start), codec.P)
         for first in range(rows.start, rows.stop, step):
             here = slice(first, min(first + step, rows.stop))
-            _tile, told = codec.tile(x[here], offset, scores)  # kept while the kernel reads it
+            tile = _centred(x[here], offset)
+            torch.mm(tile, codec.codebook.T, out=scores[: len(tile)])
             native.encode_cpu(
                 isa=isa,
                 omega=omega.data_ptr(),
@@ -138,7 +143,7 @@ def encode(
                 codes=codes[here].data_ptr(),
                 wide=codes.dtype == torch.int32,
                 beam=beam,
-                **told,
+                **codec.told(tile, scores),
             )
 
     _in_threads(work, len(x))
@@ -163,7 +168,6 @@ class _LossSums:
         self.dscale = torch.zeros(codec.M, dtype=torch.float64, device="cpu")
         self.dgram = _floats(codec.P, codec.P).zero_()
         self.ddiagonal = _floats(codec.P).zero_()
-        self.dcodebook = _floats(codec.P, codec.D).zero_()
 
 
 def loss(
@@ -180,7 +184,8 @@ def loss(
 ) -> LossGradients:
     """`reference.loss` and, in the same pass over x, its gradients: three products of N K D and 2 M of N K K.
 
-    The loss is a scalar, so the gradients can be formed while a tile is in cache: nothing of size N K is ever stored.
+    The loss is a scalar, so its gradients can be formed while a tile is in cache: nothing of size N K M is ever stored,
+    and no more than a block of N K.
     """
     assert extension is not None
     native, isa, codec = extension, instruction_set(), _Codec(codebook, scale)
@@ -191,36 +196,44 @@ def loss(
     of_hard, of_soft, of_joint = (weight / max(len(x), 1) for weight in weights)
     settings = {"of_hard": of_hard, "of_soft": of_soft, "of_joint": of_joint, "gap": joint == "gap", "gamma": gamma}
 
-    def work(part: int, rows: slice) -> None:
+    def levels(tile: Tensor, scores: Tensor, dnorms: Tensor, codes_here: Tensor, part: int, rows: slice) -> None:
+        """All that lies between S and dS, for some rows of a block, a few at a time; dS replaces S."""
         M, P, total = codec.M, codec.P, sums[part]
         height = min(step, rows.stop - rows.start)
-        scores, soft, product = _floats(height, P), _floats(height * M, P), _floats(height * M, P)
+        soft, product = _floats(height * M, P), _floats(height * M, P)
         buffers = {"soft": soft, "product": product, "residuals": _floats(height, M), "squared_norms": _floats(height)}
-        buffers |= {"dscores": _floats(height, P), "dsquared_norms": _floats(height), "omega": omega}
         buffers |= {name: getattr(total, name) for name in ("value", "dscale", "dgram", "ddiagonal")}
-        job = {**settings, **{name: buffer.data_ptr() for name, buffer in buffers.items()}, "isa": isa}
+        job = {name: buffer.data_ptr() for name, buffer in (buffers | {"omega": omega}).items()}
         for first in range(rows.start, rows.stop, step):
             here = slice(first, min(first + step, rows.stop))
-            tile, told = codec.tile(x[here], offset, scores)
-            N = len(tile)
-            job |= told | {"codes": codes[here].data_ptr()}
-            native.assign_cpu(**job)
+            N = here.stop - here.start
+            job |= codec.told(tile[here], scores[here]) | {"codes": codes_here[here].data_ptr()}
+            job |= {"dscores": scores[here].data_ptr(), "dsquared_norms": dnorms[here].data_ptr()}
+            native.assign_cpu(isa=isa, **settings, **job)
             torch.mm(soft[: N * M], codec.gram, out=product[: N * M])
-            if dx is None:
-                native.evaluate_cpu(**job)
-                continue
-            native.backward_cpu(**job)
-            total.dgram.addmm_(soft[: N * M].T, product[: N * M])
-            torch.mm(buffers["dscores"][:N], codec.codebook, out=dx[here])
-            dx[here].addcmul_(tile, buffers["dsquared_norms"][:N, None], value=2)
-            total.dcodebook.addmm_(buffers["dscores"][:N].T, tile)
+            if gradients:
+                native.backward_cpu(isa=isa, **settings, **job)
+                total.dgram.addmm_(soft[: N * M].T, product[: N * M])
+            else:
+                native.evaluate_cpu(isa=isa, **settings, **job)
 
-    _in_threads(work, len(x))
+    block = max(step, _BLOCK // codec.P)
+    scores, dnorms = _floats(min(block, len(x)), codec.P), _floats(min(block, len(x)))
+    dcodebook = _floats(codec.P, codec.D).zero_()
+    for first in range(0, len(x), block):
+        here = slice(first, min(first + block, len(x)))
+        tile = _centred(x[here], offset)
+        S, dn = scores[: len(tile)], dnorms[: len(tile)]
+        torch.mm(tile, codec.codebook.T, out=S)
+        _in_threads(functools.partial(levels, tile, S, dn, codes[here]), len(tile))
+        if dx is not None:
+            torch.mm(S, codec.codebook, out=dx[here]).addcmul_(tile, dn[:, None], value=2)
+            dcodebook.addmm_(S.T, tile)
     value = torch.stack([part.value for part in sums]).sum().float()
     if dx is None:
         return LossGradients(value, codes)
     dgram = torch.stack([part.dgram + part.ddiagonal.diag() for part in sums]).sum(dim=0)
-    dcodebook = torch.stack([part.dcodebook for part in sums]).sum(dim=0).addmm_(dgram + dgram.T, codec.codebook)
+    dcodebook.addmm_(dgram + dgram.T, codec.codebook)
     dscale = torch.stack([part.dscale for part in sums]).sum(dim=0).float()
     return LossGradients(value, codes, dx, dcodebook[: codec.K], dscale)
 

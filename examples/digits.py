@@ -122,12 +122,13 @@ def plot(rows: list[Row], model: Model, x: Tensor, label: Tensor, query: Tensor,
     index = drq_fast.Index(model.quantizer)
     index.add(model.features(x).detach(), beam=16)
     shown, found = 5, 4
-    grid = pictures.subplots(shown, 2 * found + 2)
+    grid = pictures.subplots(shown, 2 * found + 3)
     for i in range(shown):
         feature = model.features(query[i]).detach()
         nearest = [index.search(feature, k=found, levels=levels).ids.tolist() for levels in (1, index.levels)]
-        cells = [(query[i], "black"), None]  # the empty cell keeps the query apart
-        cells += [(x[n], "green" if label[n] == wanted[i] else "red") for row in nearest for n in row]
+        cells = [(query[i], "black")]
+        for row in nearest:
+            cells += [None, *((x[n], "green" if label[n] == wanted[i] else "red") for n in row)]  # None: a gap
         for cell, picture in zip(cells, grid[i], strict=True):
             picture.set(xticks=[], yticks=[])
             if cell is None:
@@ -137,7 +138,7 @@ def plot(rows: list[Row], model: Model, x: Tensor, label: Tensor, query: Tensor,
             picture.spines[:].set(color=cell[1], linewidth=2)
     grid[0][0].set_title("query", fontsize="small")
     grid[0][2].set_title(f"found with {lengths[0]} bits", fontsize="small", loc="left")
-    grid[0][2 + found].set_title(f"found with {lengths[-1]} bits", fontsize="small", loc="left")
+    grid[0][3 + found].set_title(f"found with {lengths[-1]} bits", fontsize="small", loc="left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
