@@ -80,7 +80,7 @@ def fit(
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
                 if statistics.pairs is not None or step % 2:
-                    scale = _best_scale(statistics, weights, free_scale)
+                    scale = _best_scale(statistics, weights, scale, free_scale)
                 if statistics.pairs is not None or not step % 2:
                     codebook = _refit(statistics, codes, codebook, scale, weights)
                 codebook = revive(x, codes, codebook, scale, generator)
@@ -235,11 +235,14 @@ def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tens
     return codebook + torch.linalg.solve(H + ridge, R - H @ codebook)
 
 
-def _best_scale(statistics: _Statistics, omega: Tensor, free: bool) -> Tensor:
-    """The best scale [M] for given codes: w**m with w on a grid, or free but for scale[0] = 1."""
+def _best_scale(statistics: _Statistics, omega: Tensor, scale: Tensor, free: bool) -> Tensor:
+    """The best scale [M] for given codes: w**m with w on a grid, or free but for scale[0] = 1.
+
+    It stays as it was where the first level leaves nothing to fit it to, as with fewer vectors than codewords.
+    """
     M = len(omega)
-    if M == 1:
-        return torch.ones_like(omega)
+    if M == 1 or statistics.errors(scale)[0] < 1e-4 * statistics.energy:
+        return scale
     if not free:
         grid = torch.arange(1, 601, dtype=omega.dtype, device=omega.device) / 400
         scales = grid[:, None] ** torch.arange(M, device=omega.device)  # [grid, M]

@@ -60,6 +60,8 @@ def train(x: Tensor, label: Tensor, epochs: int, seed: int) -> Model:
     bar = tqdm(range(epochs), desc="train", unit="epoch", disable=None)
     for epoch in bar:
         levels = (0, 1, 4)[3 * epoch // epochs]
+        if levels and not model.quantizer.initialised:
+            model.quantizer.initialise(model.features(x).detach())  # from all data: a batch has fewer than 256 vectors
         for rows in torch.randperm(len(x)).split(128):
             features = model.features(x[rows])
             loss = F.cross_entropy(model.classifier(features), label[rows])

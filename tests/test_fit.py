@@ -54,11 +54,11 @@ def test_statistics_give_the_error_at_every_prefix(job):
 
 
 def test_best_scale_shared_and_free(job):
-    x, codes, codebook, _, omega = job
+    x, codes, codebook, old_scale, omega = job
     statistics = fit._collect(x, codes, codebook)
     costs = {}
     for free in (False, True):
-        scale = fit._best_scale(statistics, omega, free)
+        scale = fit._best_scale(statistics, omega, old_scale, free)
         costs[free] = weighted_error(x, codes, codebook, scale, omega)
         for other in (scale * torch.tensor([1.0, 1.01, 1, 1]), scale * torch.tensor([1.0, 1, 1, 0.99])):
             if free:
@@ -70,6 +70,12 @@ def test_best_scale_shared_and_free(job):
             ]
             torch.testing.assert_close(costs[False], min(grid))
     assert costs[True] <= costs[False]
+
+
+def test_with_fewer_vectors_than_codewords_the_scale_does_not_vanish():
+    """Level 0 meets every vector, so that no other scale than a tiny one would do no harm."""
+    for N in (5, 20, 30):
+        assert fit.fit(data(N), 32, 3, rounds=8, seed=0).scale[1] > 0.05
 
 
 def test_one_level_is_k_means():

@@ -91,6 +91,19 @@ def test_exact_hits_have_no_error_and_finite_gradients(codec):
 
 
 @needs_native
+def test_vectors_that_are_met_up_to_rounding_get_no_wild_gradient(codec):
+    """The gradient of a norm has length 1 at most, however small the norm."""
+    x, codebook, _, _ = codec(N=64, D=32, K=64, M=1)
+    for distance in (1e-9, 1e-7, 1e-6, 1e-5, 1e-4, 1e-2):
+        near = 25 * codebook + distance * x
+        inputs = (near, 25 * codebook, torch.tensor([1.0, 0.7]), torch.zeros(32))
+        dx = gradients(inputs, "native", gamma=5.0, weights=(1, 0, 0))[2][0] * 64
+        assert dx.norm(dim=1).max() < 2.5, distance  # two levels
+        dx = gradients(inputs, "native", gamma=5.0)[2][0] * 64
+        assert dx.norm(dim=1).max() < 15, distance
+
+
+@needs_native
 def test_every_instruction_set_gives_the_same_bits(codec, monkeypatch):
     inputs = codec(N=700, D=24, K=70, M=4)
     inputs.x[::5] = inputs.codebook[torch.arange(140) % 70] + inputs.offset + 1e-3 * inputs.x[::5]

@@ -105,7 +105,12 @@ void evaluate(const Loss& job) {
 
 namespace {
 
-float half_over_root(float squared) { return squared > 0 ? 0.5f / std::sqrt(squared) : 0; }
+// A squared distance below this share of ||x||^2 is rounding: the vector is met exactly, and the gradient is 0 there.
+// What score space computes of it, dS C + 2 dn x, would be the difference of two large numbers.
+constexpr float kNoise = 1.0f / (1LL << 36);
+
+// The derivative of the square root.
+float half_over_root(float squared, float noise) { return squared > noise ? 0.5f / std::sqrt(squared) : 0; }
 
 // One level's share of the gradients of row n. t = t_m, rho = dL/dr_{m+1}, a = dL/dDelta_j summed over j >= m; dt comes
 // as dL/dt_{m+1} and leaves as dL/dt_m; returns dL/dr_m. Turns p - onehot in `soft` into p.
@@ -135,11 +140,12 @@ float level_backward(const Loss& job, int64_t n, int64_t m, const float* t, floa
   const float* bias = tile.bias + m * P;
   const Floats squared = Floats::all(r), mean = Floats::all(of_soft + a[b]), slope = Floats::all(-0.5f * job.gamma * s);
   const Floats twice = Floats::all(2 * s), scale_squared = Floats::all(s * s);
+  const Floats nearest = Floats::all(std::sqrt(job.squared_norms[n] * kNoise));
   Floats dr = Floats::all(0), by_t = Floats::all(0), by_diagonal = Floats::all(0);
   for (int64_t k = 0; k < P; k += kWidth) {
     const Floats score = Floats::load(t + k);
     const Floats distance = root(squared + (Floats::load(bias + k) - twice * score));
-    const Floats q = slope * Floats::load(p + k) * (Floats::load(a + k) - mean) * inverse_or_zero(distance);
+    const Floats q = slope * Floats::load(p + k) * (Floats::load(a + k) - mean) * inverse_above(distance, nearest);
     dr = dr + q;
     by_t = by_t + q * score;
     by_diagonal = by_diagonal + q * Floats::load(tile.diagonal + k);
@@ -167,12 +173,13 @@ void backward(const Loss& job) {
     row.fill(job, n);
     *job.value += row.loss(job);
     const float gap = job.gap ? job.of_joint * static_cast<float>((row.hard > row.soft) - (row.hard < row.soft)) : 0;
+    const float noise = job.squared_norms[n] * kNoise;
     std::memset(a.data, 0, P * sizeof(float));
     std::memset(dt.data, 0, P * sizeof(float));
     float rho = 0;
     for (int64_t m = M - 1; m >= 0; --m) {
       // soft_error = r_{m+1} - 2 <Delta, t_{m+1}> + Delta G Delta^T, joint = Delta G Delta^T.
-      const float alpha = (job.of_soft - gap) * job.omega[m] * half_over_root(row.soft_errors.data[m]);
+      const float alpha = (job.of_soft - gap) * job.omega[m] * half_over_root(row.soft_errors.data[m], noise);
       const float kappa = alpha + (!job.gap && m + 1 == M ? job.of_joint : 0);
       const Floats by_t = Floats::all(-2 * alpha), by_v = Floats::all(2 * kappa), weight = Floats::all(kappa);
       const float *t_next = row.t.data + m * P, *delta = row.delta.data + m * P, *v = row.v.data + m * P;
@@ -183,7 +190,7 @@ void backward(const Loss& job) {
         (Floats::load(dt.data + k) + by_t * change).store(dt.data + k);
         (weight * change).store(weighted + k);
       }
-      rho += alpha + (job.of_hard + gap) * job.omega[m] * half_over_root(job.residuals[n * M + m]);
+      rho += alpha + (job.of_hard + gap) * job.omega[m] * half_over_root(job.residuals[n * M + m], noise);
       const float* t = m ? row.t.data + (m - 1) * P : tile.scores + n * P;
       rho = level_backward(job, n, m, t, rho, a.data, dt.data);
       std::memcpy(job.soft + (n * M + m) * P, delta, P * sizeof(float));

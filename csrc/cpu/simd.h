@@ -32,8 +32,9 @@ inline Floats operator*(Floats a, Floats b) { return {_mm512_mul_ps(a.v, b.v)}; 
 inline Floats min(Floats a, Floats b) { return {_mm512_min_ps(a.v, b.v)}; }
 inline Floats max(Floats a, Floats b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline Floats root(Floats a) { return {_mm512_sqrt_ps(_mm512_max_ps(a.v, _mm512_setzero_ps()))}; }
-inline Floats inverse_or_zero(Floats a) {
-  return {_mm512_maskz_div_ps(_mm512_cmp_ps_mask(a.v, _mm512_setzero_ps(), _CMP_GT_OQ), _mm512_set1_ps(1), a.v)};
+// 1 / a where a is above the limit, else 0.
+inline Floats inverse_above(Floats a, Floats limit) {
+  return {_mm512_maskz_div_ps(_mm512_cmp_ps_mask(a.v, limit.v, _CMP_GT_OQ), _mm512_set1_ps(1), a.v)};
 }
 inline Floats power_of_two(Floats n) {
   return {
@@ -63,10 +64,12 @@ inline Floats root(Floats a) {
   const __m256 zero = _mm256_setzero_ps();
   return {{_mm256_sqrt_ps(_mm256_max_ps(a.v[0], zero)), _mm256_sqrt_ps(_mm256_max_ps(a.v[1], zero))}};
 }
-inline __m256 inverse_or_zero(__m256 a) {
-  return _mm256_and_ps(_mm256_div_ps(_mm256_set1_ps(1), a), _mm256_cmp_ps(a, _mm256_setzero_ps(), _CMP_GT_OQ));
+inline __m256 inverse_above(__m256 a, __m256 limit) {
+  return _mm256_and_ps(_mm256_div_ps(_mm256_set1_ps(1), a), _mm256_cmp_ps(a, limit, _CMP_GT_OQ));
 }
-inline Floats inverse_or_zero(Floats a) { return {{inverse_or_zero(a.v[0]), inverse_or_zero(a.v[1])}}; }
+inline Floats inverse_above(Floats a, Floats limit) {
+  return {{inverse_above(a.v[0], limit.v[0]), inverse_above(a.v[1], limit.v[1])}};
+}
 inline __m256 power_of_two(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
@@ -121,8 +124,8 @@ inline Floats max(const Floats& a, const Floats& b) {
 inline Floats root(const Floats& a) {
   return each(a, a, [](float x, float) { return std::sqrt(x > 0 ? x : 0); });
 }
-inline Floats inverse_or_zero(const Floats& a) {
-  return each(a, a, [](float x, float) { return x > 0 ? 1 / x : 0; });
+inline Floats inverse_above(const Floats& a, const Floats& limit) {
+  return each(a, limit, [](float x, float least) { return x > least ? 1 / x : 0; });
 }
 inline Floats power_of_two(const Floats& n) {
   return each(n, n, [](float x, float) {
