@@ -32,7 +32,7 @@ format: $(VENV)/lint
 	$(BIN)/clang-format -i $(wildcard csrc/*.* csrc/*/*.*)
 
 bench: $(VENV)/bench
-	$(BIN)/python -m pytest benchmarks -o python_files='bench_*.py' -o python_functions='bench_*'
+	$(BIN)/python -m pytest benchmarks
 
 clean:
 	rm -rf $(VENV) build out *.egg-info drq_fast/*.so

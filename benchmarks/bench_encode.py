@@ -1,4 +1,4 @@
-"""Greedy encoding, K=256, M=4: ours in tiles, beside the untiled reference and other people's residual quantizers."""
+"""Encoding, K=256, M=4: ours beside the reference, the bare matrix product and other people's residual quantizers."""
 
 from __future__ import annotations
 
@@ -27,19 +27,31 @@ def ours(N: int, D: int) -> Callable[[], Tensor]:
     return lambda: fit.encode(x, codebook, scale)
 
 
-def untiled(N: int, D: int) -> Callable[[], Tensor]:
+def ours_beam_16(N: int, D: int) -> Callable[[], Tensor]:
+    x, codebook, scale = inputs(N, D)
+    return lambda: fit.encode(x, codebook, scale, beam=16)
+
+
+def product_alone(N: int, D: int) -> Callable[[], Tensor]:
+    """x C^T into memory that is there already: what no encoder can do without."""
+    x, codebook, _ = inputs(N, D)
+    out = torch.empty(N, K)
+    return lambda: torch.mm(x, codebook.T, out=out)
+
+
+def plain_torch(N: int, D: int) -> Callable[[], Tensor]:
     x, codebook, scale = inputs(N, D)
     return lambda: reference.encode(x, codebook, scale)
 
 
-def faiss_rq(N: int, D: int, use_beam_LUT: int = 0) -> Callable[[], Any]:
-    """faiss with beam 1 and the same codewords at every level (not trained), so that it finds the same codes."""
+def faiss_rq(N: int, D: int, use_beam_LUT: int = 0, beam: int = 1) -> Callable[[], Any]:
+    """faiss with the same codewords at every level (not trained), so that it finds the same codes."""
     x, codebook, scale = inputs(N, D)
     import faiss  # after torch: each brings an OpenMP runtime, and crashes have depended on the order
 
     faiss.omp_set_num_threads(torch.get_num_threads())
     quantizer: Any = faiss.ResidualQuantizer(D, M, 8)
-    quantizer.max_beam_size = 1
+    quantizer.max_beam_size = beam
     quantizer.use_beam_LUT = use_beam_LUT
     faiss.copy_array_to_vector((scale[:, None, None] * codebook).flatten().numpy(), quantizer.codebooks)
     quantizer.is_trained = True
@@ -51,6 +63,10 @@ def faiss_rq(N: int, D: int, use_beam_LUT: int = 0) -> Callable[[], Any]:
 def faiss_rq_lut(N: int, D: int) -> Callable[[], Any]:
     """faiss in score space: products with the codewords are taken once, then tables of codeword products."""
     return faiss_rq(N, D, use_beam_LUT=1)
+
+
+def faiss_rq_beam_5(N: int, D: int) -> Callable[[], Any]:
+    return faiss_rq(N, D, use_beam_LUT=1, beam=5)
 
 
 def residual_vq(N: int, D: int) -> Callable[[], Tensor]:
@@ -76,8 +92,20 @@ def agrees(codes: Tensor, N: int, D: int) -> bool:
     return codes.shape == (N, M) and codes.dtype == torch.uint8
 
 
+def is_no_worse_than_greedy(codes: Tensor, N: int, D: int) -> bool:
+    """The squared error summed over all prefixes and vectors, which is what a beam minimises."""
+    x, codebook, scale = inputs(N, D)
+
+    def error(found: Tensor) -> float:
+        decoded = (reference.decode(found, codebook, scale, levels=m) for m in range(1, M + 1))
+        return sum(float((x - x_hat).square().sum()) for x_hat in decoded)
+
+    return codes.shape == (N, M) and error(codes) <= error(reference.encode(x, codebook, scale))
+
+
 PEERS = {
-    "untiled reference": untiled,
+    "the product alone": product_alone,
+    "plain torch": plain_torch,
     "faiss RQ, beam 1": faiss_rq,
     "faiss RQ, beam 1, LUT": faiss_rq_lut,
     "vector-quantize-pytorch ResidualVQ": residual_vq,
@@ -87,3 +115,9 @@ PEERS = {
 @pytest.mark.parametrize(("N", "D"), [(32768, 128), (4096, 2048)])
 def bench_encode(compare: Callable[..., None], N: int, D: int) -> None:
     compare(ours, PEERS, agrees, sizes={"N": N, "D": D}, work=N, unit="vectors")
+
+
+def bench_encode_beam_16(compare: Callable[..., None]) -> None:
+    peers = {"faiss RQ, beam 5, LUT": faiss_rq_beam_5}
+    sizes = {"N": 4096, "D": 2048}
+    compare(ours_beam_16, peers, is_no_worse_than_greedy, sizes=sizes, work=4096, unit="vectors")
