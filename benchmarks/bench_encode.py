@@ -112,7 +112,7 @@ PEERS = {
 }
 
 
-@pytest.mark.parametrize(("N", "D"), [(32768, 128), (4096, 2048)])
+@pytest.mark.parametrize(("N", "D"), [(32768, 128), (16384, 2048)])
 def bench_encode(compare: Callable[..., None], N: int, D: int) -> None:
     compare(ours, PEERS, agrees, sizes={"N": N, "D": D}, work=N, unit="vectors")
 

@@ -64,7 +64,7 @@ def residual_vq(N: int, D: int, M: int) -> Callable[[], Tensor]:
 
 
 def agrees(gradients: list[Tensor], N: int, D: int, M: int) -> bool:
-    """Within 1e-4 of the float64 reference, by the norm of each gradient, on the rows where both chose the same codes."""
+    """dx within 1e-4 of the float64 reference, in norm, on the rows where both chose the same codes."""
     leaves = inputs(N, D, M)
     wide = tuple(t.detach().double().requires_grad_() for t in leaves)
     codes = functional.loss(*leaves, gamma=GAMMA).codes

@@ -202,3 +202,26 @@ def test_a_beam_is_never_wider_than_there_are_paths(codec):
     assert torch.equal(
         functional.encode(x, codebook, scale, beam=10**12), functional.encode(x, codebook, scale, beam=9)
     )
+
+
+@needs_native
+def test_threads_of_ours_leave_torch_s_number_of_threads_alone(codec):
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 3, 2):
+            torch.set_num_threads(threads)
+            x, codebook, scale, _ = codec(N=1000, D=8)
+            codes = functional.encode(x, codebook, scale, backend="native")
+            assert torch.get_num_threads() == threads
+            assert excess(x, codebook, scale, codes).max() < 1e-6
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+def test_inference_mode(codec):
+    x, codebook, scale, _ = codec(N=1000)
+    expected = functional.encode(x, codebook, scale, backend="native")
+    with torch.inference_mode():
+        assert torch.equal(functional.encode(x, codebook, scale, backend="native"), expected)
+        assert functional.loss(x.clone(), codebook, scale, gamma=1.0, backend="native").loss.isfinite()
