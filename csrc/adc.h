@@ -1,14 +1,21 @@
-// The interface of the native code: raw pointers, sizes and a stream. No torch, no Python, no allocation
-// of device memory, no state. Outputs are written by the callee and owned by the caller.
+// The interface of search: raw pointers, sizes and a stream. No torch, no Python, no allocation of device memory, no
+// state. Outputs are written by the callee and owned by the caller.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+
+#ifdef __CUDACC__
+#define DRQ_INLINE __host__ __device__ inline
+#else
+#define DRQ_INLINE inline
+#endif
 
 namespace drq {
 
 // Table look-up of asymmetric distance computation (docs/math.md, section 5):
-//   sums[q, n] = sum over m = 0..M-1, in this order and without fused multiply-add, of fl(scale[m] * table[q, codes[n,
-//   m]])
+//   sums[q, n] = sum over m = 0..M-1, in this order and without fused multiply-add, of
+//   fl(scale[m] * table[q, codes[n, m]])
 // All arrays are dense and row-major; every code must be in 0..K-1 (callers check).
 struct Lookup {
   const float* table;  // [Q, K]
@@ -20,6 +27,35 @@ struct Lookup {
 };
 
 void lookup_cpu(const Lookup& job, int threads);
+
+enum Metric : int { kL2 = 0, kIp = 1, kCosine = 2 };
+
+// The k best codes for each query, in the order (score, position): ascending for l2, descending for ip and cosine.
+// Where fewer than k are left, position -1 and the worst score. Scores are those of score_of() below, to the bit.
+struct Search {
+  const float* table;      // [Q, K]  q C^T, of q - offset for l2
+  const float* scale;      // [M]
+  const void* codes;       // row n begins `stride` codes after row n - 1 and has M of them, uint8 or uint16, in 0..K-1
+  const float* norms;      // [N]     ||xhat||^2 (l2), ||offset + xhat||^2 (cosine), null for ip
+  const float* constants;  // [Q]     ||q - offset||^2 (l2), <q, offset> (ip, cosine)
+  const float* lengths;    // [Q]     ||q|| (cosine), else null
+  const uint8_t* keep;     // [N]     0 for codes to pass over, null to look at all
+  float* scores;           // [Q, k]
+  int64_t* positions;      // [Q, k]
+  int64_t Q, N, K, M, k;
+  int64_t stride;
+  int metric;
+  bool wide;  // codes are uint16
+};
+
+// The score of a code for a query, given the sum of its table entries; no fused multiply-add anywhere.
+DRQ_INLINE float score_of(int metric, float sum, float norm, float constant, float length) {
+  if (metric == kL2) return (norm - 2 * sum) + constant;
+  const float inner = sum + constant;
+  if (metric == kIp) return inner;
+  const float lengths = length * (norm > 0 ? std::sqrt(norm) : 0.0f);
+  return lengths > 0 ? inner / lengths : 0;
+}
 
 #ifdef DRQ_FAST_CUDA
 // Enqueues on `stream` (a cudaStream_t) and returns at once. Null on success, else CUDA's own words.

@@ -220,7 +220,12 @@ class Index:
         for name in ("codebook", "scale", "offset"):
             if name in tensors:
                 checks.finite("load", name, tensors[name])
-        self._set_codec(codebook.to(device), scale.to(device), None if offset is None else offset.to(device))
+        # Copies: a matrix product of the same numbers gives other bits where a mapped file has them at odd addresses.
+        self._set_codec(
+            codebook.to(device, copy=True),
+            scale.to(device, copy=True),
+            None if offset is None else offset.to(device, copy=True),
+        )
         if codes.dtype != self._storage or codes.ndim != 2 or codes.shape[1] != M:
             checks.fail("load", "codes", f"{self._storage} [N, {M}]", f"{codes.dtype} {checks.shape_of(codes)}")
         if ids.dtype != torch.int64 or ids.shape != codes.shape[:1]:
