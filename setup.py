@@ -18,16 +18,16 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-CXX_SOURCES = ["csrc/bindings.cpp", "csrc/cpu/adc.cpp", "csrc/cpu/dispatch.cpp"]
+CXX_SOURCES = ["csrc/bindings.cpp", "csrc/cpu/adc.cpp", "csrc/cpu/dispatch.cpp", "csrc/cpu/search.cpp"]
 CUDA_SOURCES = ["csrc/cuda/adc.cu"]
 # Compiled once per instruction set and chosen at run time.
-ISA_SOURCES = ["csrc/cpu/encode.cpp", "csrc/cpu/loss.cpp"]
+ISA_SOURCES = ["csrc/cpu/encode.cpp", "csrc/cpu/loss.cpp", "csrc/cpu/scan.cpp"]
 ISA_FLAGS = {"portable": ""}
 if platform.machine().lower() in ("x86_64", "amd64"):
     # GCC 12 warns about its own AVX-512 header.
     ISA_FLAGS |= {
         "avx2": "-mavx2 -mfma",
-        "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -Wno-maybe-uninitialized",
+        "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -Wno-maybe-uninitialized",
     }
 # Scores are defined without fused multiply-add, so that every backend returns the same bits.
 CXX_FLAGS = [

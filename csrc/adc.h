@@ -57,6 +57,8 @@ DRQ_INLINE float score_of(int metric, float sum, float norm, float constant, flo
   return lengths > 0 ? inner / lengths : 0;
 }
 
+void search_cpu(const Search& job, int isa, int threads);
+
 #ifdef DRQ_FAST_CUDA
 // Enqueues on `stream` (a cudaStream_t) and returns at once. Null on success, else CUDA's own words.
 const char* lookup_cuda(const Lookup& job, void* stream);

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "adc.h"
+#include "isa.h"
 #include "levels.h"
 
 namespace py = pybind11;
@@ -84,6 +85,26 @@ drq::Loss loss_of(const Arguments& job) {
           job.pointer<double>("value")};
 }
 
+drq::Search search_of(const Arguments& job) {
+  return {job.pointer<float>("table"),
+          job.pointer<float>("scale"),
+          job.pointer<void>("codes"),
+          job.pointer<float>("norms"),
+          job.pointer<float>("constants"),
+          job.pointer<float>("lengths"),
+          job.pointer<uint8_t>("keep"),
+          job.pointer<float>("scores"),
+          job.pointer<int64_t>("positions"),
+          job.size("Q"),
+          job.size("N"),
+          job.size("K"),
+          job.size("M"),
+          job.size("k"),
+          job.size("stride"),
+          static_cast<int>(job.size("metric")),
+          job.size("wide") != 0};
+}
+
 int index_of(const std::string& isa) {
   for (int i = 0; i < drq::kIsaCount; ++i)
     if (isa == drq::kIsaNames[i] && drq::isa_supported(i)) return i;
@@ -118,6 +139,16 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("table"), py::arg("scale"), py::arg("codes"), py::arg("wide"), py::arg("sums"), py::arg("Q"),
       py::arg("N"), py::arg("K"), py::arg("M"), py::arg("threads"));
+
+  module.def(
+      "search_cpu",
+      [](const std::string& isa, int threads, const py::kwargs& arguments) {
+        const drq::Search job = search_of(Arguments{arguments});
+        const int chosen = index_of(isa);
+        py::gil_scoped_release release;
+        drq::search_cpu(job, chosen, threads);
+      },
+      py::arg("isa"), py::arg("threads"));
 
   module.def("supported_isas", [] {
     py::list names;

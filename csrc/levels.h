@@ -56,9 +56,4 @@ void assign_cpu(const Loss& job, int isa);
 void evaluate_cpu(const Loss& job, int isa);
 void backward_cpu(const Loss& job, int isa);
 
-// isa is an index into kIsaNames for which isa_supported() holds: compiled in, and this processor has it.
-constexpr const char* kIsaNames[] = {"portable", "avx2", "avx512"};
-constexpr int kIsaCount = 3;
-bool isa_supported(int isa);
-
 }  // namespace drq

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -19,6 +20,7 @@ MAX_CODEWORDS = 8192  # up to which `encode` forms their inner products
 _TILE = 1 << 20  # floats of a tile that stays in cache
 _BLOCK = 1 << 22  # floats of scores that are kept at a time in training
 _MIN_ROWS = 64  # fewer are not worth a thread
+_QUERIES = 64  # that a scan takes at a time
 
 extension: ModuleType | None
 _import_error = ""
@@ -65,6 +67,108 @@ def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     return sums
 
 
+_METRICS = {"l2": 0, "ip": 1, "cosine": 2}
+_PRODUCT = 1 << 26  # multiplications from which a product is worth threads
+_KEYS = 1 << 22  # results [queries, k] that are merged at a time
+
+
+def scan(
+    table: Tensor,
+    codes: Tensor,
+    scale: Tensor,
+    scores: Tensor,
+    positions: Tensor,
+    metric: str,
+    constants: Tensor,
+    lengths: Tensor | None = None,
+    norms: Tensor | None = None,
+    keep: Tensor | None = None,
+    threads: int = 1,
+) -> None:
+    """Fills scores [Q, k] and positions [Q, k] int64 with the best codes by score and position.
+
+    table [Q, K] float32, codes [N, M] uint8, or uint16 as int16, rows perhaps apart; scale [M]; constants [Q]: ||q||^2
+    for l2, else <q, offset>; lengths [Q]: ||q|| for cosine; norms [N] for l2 and cosine; keep [N] bool.
+    """
+    assert extension is not None
+    (Q, K), (N, M) = table.shape, codes.shape
+    tensors = {"table": table, "scale": scale, "codes": codes, "norms": norms, "constants": constants}
+    tensors |= {"lengths": lengths, "keep": keep, "scores": scores, "positions": positions}
+    job = {name: 0 if t is None else t.data_ptr() for name, t in tensors.items()}
+    job |= {"Q": Q, "N": N, "K": K, "M": M, "k": scores.shape[1], "stride": codes.stride(0) if N > 1 else M}
+    job |= {"metric": _METRICS[metric], "wide": codes.dtype == torch.int16}
+    extension.search_cpu(isa=instruction_set(), threads=threads, **job)
+
+
+def search(
+    query: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    k: int,
+    offset: Tensor | None = None,
+    metric: str = "l2",
+    norms: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`reference.search` in float32 without a gradient: (scores [Q, k], positions [Q, k]).
+
+    Many queries are shared out among threads, of few queries the codes are.
+    """
+    codebook, scale = codebook.float().contiguous(), scale.float().contiguous()
+    offset = None if offset is None else offset.float()
+    codes = _dense_rows(codes)
+    if metric != "ip" and norms is None:
+        norms = reference.squared_norms(codes, codebook, scale, offset if metric == "cosine" else None)
+    norms = None if norms is None or metric == "ip" else norms.float().contiguous()
+    keep = None if keep is None else keep.contiguous()
+    results = torch.empty(len(query), k, device="cpu"), torch.empty(len(query), k, dtype=torch.int64, device="cpu")
+    # The scan has threads of its own; a large product with the codebook is worth some around it.
+    apart = len(query) * codebook.numel() > _PRODUCT and len(query) >= 2 * _QUERIES
+    threads = 1 if apart else torch.get_num_threads()
+    step = max(1, min(16 * _QUERIES, _KEYS // k, _KEYS // len(codebook)))
+
+    def work(part: int, rows: slice) -> None:
+        for first in range(rows.start, rows.stop, step):
+            here = slice(first, min(first + step, rows.stop))
+            q = query[here].float()
+            if metric == "l2":
+                q = q if offset is None else q - offset
+                constants = q.square().sum(dim=1)
+            else:
+                constants = q.new_zeros(len(q)) if offset is None else q @ offset
+            lengths = q.square().sum(dim=1).sqrt() if metric == "cosine" else None
+            found = [result[here] for result in results]
+            table = torch.mm(q, codebook.T)
+            scan(table, codes, scale, *found, metric, constants, lengths, norms, keep, threads)
+
+    if apart:
+        _in_threads(work, len(query), _QUERIES)
+    else:
+        with torch.no_grad(), _one_thread():
+            work(0, slice(0, len(query)))
+    return results
+
+
+def _dense_rows(codes: Tensor) -> Tensor:
+    """codes [N, M] of any integer dtype as uint8, or as the bits of uint16 in int16; rows may lie apart."""
+    if codes.dtype not in (torch.uint8, torch.int16):
+        codes = codes.to(torch.int16)
+    return codes if codes.stride(1) == 1 or codes.shape[1] == 1 else codes.contiguous()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """torch computes with one thread: what it would do with more leaves them spinning on cores that the scan needs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class _Codec:
     """A codec as the level kernels want it: K padded to P, a multiple of 16, in float32."""
 
@@ -91,26 +195,30 @@ def _centred(x: Tensor, offset: Tensor | None) -> Tensor:
     return (x.float() if offset is None else x.float() - offset.float()).contiguous()
 
 
-def _in_threads(work: Callable[[int, slice], None], N: int) -> None:
-    """work(part, rows) for as many parts of 0..N as torch has threads, each in a thread of its own.
+def _in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_ROWS) -> None:
+    """work(part, rows) for as many parts of 0..N as torch has threads, each in a thread of its own, `least` rows or more.
 
     Within them torch computes with one thread. So a tile stays in the cache of one core, and nobody has to wait for
     threads of torch's that keep spinning after a matrix product.
     """
-    parts = max(1, min(torch.get_num_threads(), N // _MIN_ROWS))
+    threads = torch.get_num_threads()
+    parts = max(1, min(threads, N // least))
     inference = torch.is_inference_mode_enabled()
 
     def run(part: int) -> None:
-        torch.set_num_threads(1)  # holds for this thread alone
+        torch.set_num_threads(1)
         with torch.inference_mode(inference), torch.no_grad():
             work(part, slice(N * part // parts, N * (part + 1) // parts))
 
     if parts == 1:
         with torch.no_grad():
             work(0, slice(0, N))
-    else:
+        return
+    try:
         with ThreadPoolExecutor(parts) as pool:
             list(pool.map(run, range(parts)))
+    finally:
+        torch.set_num_threads(threads)  # torch gives threads that start later what was set last, by any thread
 
 
 def encode(

@@ -196,7 +196,8 @@ def adc(
         if metric == "ip":
             return inner
         norms = squared_norms(codes, codebook, scale, offset) if norms is None else norms
-        lengths = _norm(query)[:, None] * _sqrt(norms)
+        # torch's own root in float32 may be off by the last bit; by way of float64 it is the nearest number everywhere.
+        lengths = _norm(query)[:, None] * _sqrt(norms.double()).to(norms.dtype)
         return torch.where(lengths > 0, inner / torch.where(lengths > 0, lengths, 1), 0)
 
 

@@ -25,6 +25,11 @@ struct Floats {
   static Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
   static Floats all(float x) { return {_mm512_set1_ps(x)}; }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
+  // Rounded down to bytes; lanes must not be negative, and what is above 255 becomes that.
+  void store_bytes(uint8_t* p) const {
+    const __m512i whole = _mm512_cvttps_epi32(_mm512_min_ps(v, _mm512_set1_ps(255)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(whole));
+  }
 };
 inline Floats operator+(Floats a, Floats b) { return {_mm512_add_ps(a.v, b.v)}; }
 inline Floats operator-(Floats a, Floats b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -36,13 +41,18 @@ inline Floats root(Floats a) { return {_mm512_sqrt_ps(_mm512_max_ps(a.v, _mm512_
 inline Floats inverse_above(Floats a, Floats limit) {
   return {_mm512_maskz_div_ps(_mm512_cmp_ps_mask(a.v, limit.v, _CMP_GT_OQ), _mm512_set1_ps(1), a.v)};
 }
+// a / b where b is above 0, else 0.
+inline Floats ratio_or_zero(Floats a, Floats b) {
+  return {_mm512_maskz_div_ps(_mm512_cmp_ps_mask(b.v, _mm512_setzero_ps(), _CMP_GT_OQ), a.v, b.v)};
+}
 inline Floats power_of_two(Floats n) {
   return {
       _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
 }
-// Bit i is set where lane i of a equals that of b, or is not greater.
+// Bit i is set where lane i of a equals that of b; is less or equal; is not greater, NaN included.
 inline unsigned equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 inline unsigned less_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }
+inline unsigned not_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NGT_UQ); }
 
 #elif defined(__AVX2__)
 
@@ -53,6 +63,14 @@ struct Floats {
   void store(float* p) const {
     _mm256_storeu_ps(p, v[0]);
     _mm256_storeu_ps(p + 8, v[1]);
+  }
+  void store_bytes(uint8_t* p) const {
+    const __m256 most = _mm256_set1_ps(255);
+    const __m256i a = _mm256_cvttps_epi32(_mm256_min_ps(v[0], most)),
+                  b = _mm256_cvttps_epi32(_mm256_min_ps(v[1], most));
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+    const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
   }
 };
 inline Floats operator+(Floats a, Floats b) { return {{_mm256_add_ps(a.v[0], b.v[0]), _mm256_add_ps(a.v[1], b.v[1])}}; }
@@ -70,6 +88,12 @@ inline __m256 inverse_above(__m256 a, __m256 limit) {
 inline Floats inverse_above(Floats a, Floats limit) {
   return {{inverse_above(a.v[0], limit.v[0]), inverse_above(a.v[1], limit.v[1])}};
 }
+inline __m256 ratio_or_zero(__m256 a, __m256 b) {
+  return _mm256_and_ps(_mm256_div_ps(a, b), _mm256_cmp_ps(b, _mm256_setzero_ps(), _CMP_GT_OQ));
+}
+inline Floats ratio_or_zero(Floats a, Floats b) {
+  return {{ratio_or_zero(a.v[0], b.v[0]), ratio_or_zero(a.v[1], b.v[1])}};
+}
 inline __m256 power_of_two(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
@@ -81,6 +105,7 @@ inline unsigned compare(Floats a, Floats b) {
 }
 inline unsigned equal(Floats a, Floats b) { return compare<_CMP_EQ_OQ>(a, b); }
 inline unsigned less_equal(Floats a, Floats b) { return compare<_CMP_LE_OQ>(a, b); }
+inline unsigned not_above(Floats a, Floats b) { return compare<_CMP_NGT_UQ>(a, b); }
 
 #else
 
@@ -98,6 +123,9 @@ struct Floats {
   }
   void store(float* p) const {
     for (int i = 0; i < kWidth; ++i) p[i] = v[i];
+  }
+  void store_bytes(uint8_t* p) const {
+    for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(v[i] < 255 ? v[i] : 255);
   }
 };
 template <class Operation>
@@ -127,6 +155,9 @@ inline Floats root(const Floats& a) {
 inline Floats inverse_above(const Floats& a, const Floats& limit) {
   return each(a, limit, [](float x, float least) { return x > least ? 1 / x : 0; });
 }
+inline Floats ratio_or_zero(const Floats& a, const Floats& b) {
+  return each(a, b, [](float x, float y) { return y > 0 ? x / y : 0; });
+}
 inline Floats power_of_two(const Floats& n) {
   return each(n, n, [](float x, float) {
     const int32_t bits = (static_cast<int32_t>(x) + 127) << 23;
@@ -143,6 +174,11 @@ inline unsigned equal(const Floats& a, const Floats& b) {
 inline unsigned less_equal(const Floats& a, const Floats& b) {
   unsigned bits = 0;
   for (int i = 0; i < kWidth; ++i) bits |= static_cast<unsigned>(a.v[i] <= b.v[i]) << i;
+  return bits;
+}
+inline unsigned not_above(const Floats& a, const Floats& b) {
+  unsigned bits = 0;
+  for (int i = 0; i < kWidth; ++i) bits |= static_cast<unsigned>(!(a.v[i] > b.v[i])) << i;
   return bits;
 }
 

@@ -5,21 +5,13 @@
 #include <cstring>
 #include <limits>
 
+#include "cpu/buffer.h"
 #include "cpu/simd.h"
 #include "levels.h"
 
 namespace drq {
 namespace DRQ_ISA {
 namespace {
-
-template <class T>
-struct Buffer {
-  explicit Buffer(int64_t count) : data(new T[count]()) {}
-  ~Buffer() { delete[] data; }
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  T* data;
-};
 
 int64_t first_equal(const float* values, int64_t count, float wanted) {
   const Floats target = Floats::all(wanted);

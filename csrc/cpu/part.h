@@ -1,0 +1,24 @@
+// What search.cpp hands to the scan of one instruction set.
+#pragma once
+
+#include "adc.h"
+
+namespace drq {
+
+// The norms of all codes by 256 bins, so that a norm can be looked up like one more level.
+struct Bins {
+  uint8_t* bins;              // [N]
+  float low[256], high[256];  // bounds of the norms in each bin
+};
+
+// Some queries and some codes, for one thread.
+struct Part {
+  const Search& job;
+  const Bins* bins;  // where a batch needs them, else null
+  int64_t first_query, last_query;
+  int64_t begin, end;  // codes
+  uint64_t* keys;      // [Q, k]  the best of these codes for these queries, see key.h, in order
+  int64_t* counts;     // [Q]     how many those are
+};
+
+}  // namespace drq

@@ -1,0 +1,372 @@
+// The scan of codes by floats and, for batches of queries, by bytes. Compiled once per instruction set; see simd.h.
+#include "cpu/scan.h"
+
+#include <memory>
+
+#include "cpu/scan_one.h"
+
+namespace drq {
+namespace DRQ_ISA {
+namespace {
+
+// A block of codes at a time: table look-ups first, then sums to costs, then the few that are wanted.
+constexpr int64_t kBlock = 64;
+
+// sums[i] of `count` codes from row n on; terms [M, K] = fl(scale[m] * T[q, k]); kM is M, or 0 for any.
+template <class Code, int kM>
+void sum_terms(const Search& job, int64_t n, int64_t count, const float* terms, float* sums) {
+  const int64_t M = kM ? kM : job.M, K = job.K, stride = job.stride;
+  const Code* code = row_of<Code>(job, n);
+  for (int64_t i = 0; i < count; ++i, code += stride) {
+    float sum = terms[code[0]];
+    for (int64_t m = 1; m < M; ++m) sum += terms[m * K + code[m]];
+    sums[i] = sum;
+  }
+}
+
+// The scores of docs/math.md, section 5, turned so that less is better; the same bits as score_of().
+template <int kMetric>
+Floats costs_of(const float* sums, const float* norms, float constant, float length) {
+  const Floats sum = Floats::load(sums), add = Floats::all(constant);
+  if (kMetric == kL2) return (Floats::load(norms) - Floats::all(2) * sum) + add;
+  const Floats inner = sum + add;
+  if (kMetric == kIp) return Floats::all(0) - inner;
+  return Floats::all(0) - ratio_or_zero(inner, Floats::all(length) * root(Floats::load(norms)));
+}
+
+template <class Code, int kMetric, int kM>
+void scan_floats(const Search& job, int64_t q, int64_t begin, int64_t end, const float* terms, Reservoir& best) {
+  float sums[kBlock] = {}, norms[kBlock] = {}, costs[kBlock];
+  const float length = kMetric == kCosine ? job.lengths[q] : 0;
+  for (int64_t n = begin; n < end; n += kBlock) {
+    const int64_t count = std::min(kBlock, end - n);
+    sum_terms<Code, kM>(job, n, count, terms, sums);
+    if (kMetric != kIp) std::memcpy(norms, job.norms + n, count * sizeof(float));
+    const Floats tau = Floats::all(best.full ? best.tau : std::numeric_limits<float>::infinity());
+    uint64_t wanted = 0;
+    for (int64_t i = 0; i < kBlock; i += kWidth) {
+      const Floats cost = costs_of<kMetric>(sums + i, norms + i, job.constants[q], length);
+      cost.store(costs + i);
+      wanted |= static_cast<uint64_t>(not_above(cost, tau)) << i;
+    }
+    if (count < kBlock) wanted &= (uint64_t{1} << count) - 1;
+    for (; wanted; wanted &= wanted - 1) {
+      const int64_t i = __builtin_ctzll(wanted);
+      if ((job.keep == nullptr || job.keep[n + i]) && best.wants(costs[i])) best.add(costs[i], n + i);
+    }
+  }
+}
+
+template <class Code, int kMetric>
+void scan_floats(const Search& job, int64_t q, int64_t begin, int64_t end, const float* terms, Reservoir& best) {
+  if (job.M == 4) return scan_floats<Code, kMetric, 4>(job, q, begin, end, terms, best);
+  if (job.M == 8) return scan_floats<Code, kMetric, 8>(job, q, begin, end, terms, best);
+  scan_floats<Code, kMetric, 0>(job, q, begin, end, terms, best);
+}
+
+template <class Code>
+void scan_floats(const Search& job, int64_t q, int64_t begin, int64_t end, float* terms, Reservoir& best) {
+  if (begin == end) return;
+  const float* table = job.table + q * job.K;
+  for (int64_t m = 0; m < job.M; ++m)
+    for (int64_t k = 0; k < job.K; ++k) terms[m * job.K + k] = job.scale[m] * table[k];
+  if (job.metric == kL2) return scan_floats<Code, kL2>(job, q, begin, end, terms, best);
+  if (job.metric == kIp) return scan_floats<Code, kIp>(job, q, begin, end, terms, best);
+  scan_floats<Code, kCosine>(job, q, begin, end, terms, best);
+}
+
+// Codes that were looked at closely lately, and the queries that will never want them again: thresholds only fall.
+template <class Code>
+struct Rejected {
+  static constexpr int64_t kEntries = 256;
+  struct Entry {
+    Code code[16];
+    float norm;
+    uint64_t lanes;
+  };
+  Entry& entry_of(const Search& job, int64_t n, const Code* code) {
+    uint64_t hash = 0;
+    for (int64_t m = 0; m < job.M; ++m) hash = hash * 31 + code[m];
+    Entry& entry = entries[(hash * 0x9e3779b97f4a7c15u) >> 56];
+    const float norm = job.norms == nullptr ? 0 : job.norms[n];
+    bool same = entry.norm == norm;
+    for (int64_t m = 0; m < job.M; ++m) same &= entry.code[m] == code[m];
+    if (!same) {
+      for (int64_t m = 0; m < job.M; ++m) entry.code[m] = code[m];
+      entry.norm = norm, entry.lanes = 0;
+    }
+    return entry;
+  }
+  Entry entries[kEntries] = {};
+};
+
+// A batch of up to kLanes queries, one per lane: a look-up is one line of bytes that serves them all.
+template <class Code>
+struct Batch {
+  Batch(const Search& job, const Bins* bins)
+      : job(job),
+        bins(bins),
+        transposed(job.K * kLanes),
+        lines((job.M * job.K + (bins != nullptr ? 256 : 0)) * kLanes),
+        terms(job.M * job.K) {}
+
+  void run(int64_t first_query, int64_t count, int64_t begin, int64_t end, Reservoir* best) {
+    q0 = first_query, queries = count, this->best = best;
+    rejected = {};
+    int64_t at = seeds_end(job, begin, end);
+    for (int64_t lane = 0; lane < queries; ++lane) {
+      best[lane].clear();
+      scan_floats<Code>(job, q0 + lane, begin, at, terms.data, best[lane]);
+    }
+    if (at == end) return;
+    transpose();
+    while (at < end) {
+      const int64_t next = std::min(end, begin + (at - begin) * kGrowth);
+      const uint64_t undecided = build();
+      scan(at, next);
+      for (int64_t lane = 0; lane < queries; ++lane)
+        if (undecided >> lane & 1) scan_floats<Code>(job, q0 + lane, at, next, terms.data, best[lane]);
+      at = next;
+    }
+  }
+
+ private:
+  void transpose() {
+    for (int64_t lane = 0; lane < queries; ++lane) {
+      const float* table = job.table + (q0 + lane) * job.K;
+      table_low[lane] = table_high[lane] = table[0];
+      for (int64_t k = 0; k < job.K; ++k) {
+        transposed.data[k * kLanes + lane] = table[k];
+        table_low[lane] = table[k] < table_low[lane] ? table[k] : table_low[lane];
+        table_high[lane] = table[k] > table_high[lane] ? table[k] : table_high[lane];
+      }
+    }
+  }
+
+  // Tables and bounds for the best so far. Returns the lanes for which nothing may be dropped.
+  uint64_t build() {
+    uint64_t undecided = 0;
+    std::memset(bound, 0, sizeof bound);
+    std::memset(inverse, 0, sizeof inverse);
+    for (int64_t lane = 0; lane < queries; ++lane) {
+      best[lane].shrink();
+      const float lowest = bins == nullptr ? 0 : bins->low[0], highest = bins == nullptr ? 0 : bins->high[255];
+      Filter& filter = filters[lane];
+      if (!best[lane].full ||
+          !filter.set(job, q0 + lane, best[lane].tau, table_low[lane], table_high[lane], lowest, highest)) {
+        undecided |= uint64_t{1} << lane;
+        continue;
+      }
+      inverse[lane] = filter.inverse;
+      bound[lane] = filter.bound(job, q0 + lane, best[lane].tau);
+    }
+    const float sign = job.metric == kL2 ? -2 : -1;
+    float low[kLanes] = {};
+    for (int64_t m = 0; m < job.M; ++m) {
+      const float s = job.scale[m];
+      for (int64_t lane = 0; lane < queries; ++lane)
+        low[lane] = Filter::lowest(sign, s, table_low[lane], table_high[lane]);
+      const Floats scale = Floats::all(s), signs = Floats::all(sign);
+      for (int64_t k = 0; k < job.K; ++k)
+        for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
+          const Floats term = signs * (scale * Floats::load(transposed.data + k * kLanes + lane));
+          const Floats steps = (term - Floats::load(low + lane)) * Floats::load(inverse + lane);
+          steps.store_bytes(lines.data + (m * job.K + k) * kLanes + lane);
+        }
+    }
+    if (bins != nullptr) build_norms();
+    return undecided;
+  }
+
+  void build_norms() {
+    uint8_t* line = lines.data + job.M * job.K * kLanes;
+    for (int bin = 0; bin < 256; ++bin, line += kLanes)
+      for (int64_t lane = 0; lane < queries; ++lane) {
+        const float c = filters[lane].factor;
+        const float b = job.metric == kL2 ? bins->low[bin] : c * std::sqrt(c >= 0 ? bins->low[bin] : bins->high[bin]);
+        const float steps = (b - filters[lane].norm_low) * inverse[lane];
+        line[lane] = steps > 0 ? static_cast<uint8_t>(steps < 255 ? steps : 255) : 0;
+      }
+  }
+
+  void scan(int64_t at, int64_t end) {
+    if (job.M == 4) return bins ? scan<4, true>(at, end) : scan<4, false>(at, end);
+    if (job.M == 8) return bins ? scan<8, true>(at, end) : scan<8, false>(at, end);
+    bins ? scan<0, true>(at, end) : scan<0, false>(at, end);
+  }
+
+  // kGroup codes at a time: most often no query wants any of them, and one comparison tells.
+  template <int kM, bool kNorms>
+  void scan(int64_t at, int64_t end) {
+    constexpr int64_t kGroup = 4;
+    Bytes limit = Bytes::load(bound);
+    int64_t n = at;
+    for (; n + kGroup <= end; n += kGroup) {
+      Bytes sums[kGroup];
+      for (int64_t i = 0; i < kGroup; ++i) sums[i] = first_levels<kM, kNorms>(n + i);
+      if (less(min(min(sums[0], sums[1]), min(sums[2], sums[3])), limit) == 0) continue;
+      uint64_t lanes[kGroup];
+      unsigned wanted = 0;
+      for (int64_t i = 0; i < kGroup; ++i) {
+        lanes[i] = less(last_levels<kM>(n + i, sums[i]), limit);
+        wanted |= static_cast<unsigned>(lanes[i] != 0) << i;
+      }
+      for (; wanted; wanted &= wanted - 1) look_closely(n + __builtin_ctz(wanted), lanes[__builtin_ctz(wanted)]);
+      limit = Bytes::load(bound);
+    }
+    for (; n < end; ++n) look_closely(n, less(last_levels<kM>(n, first_levels<kM, kNorms>(n)), Bytes::load(bound)));
+  }
+
+  // Long codes are added up in two halves: most are out before the second.
+  int64_t half() const { return job.M >= 6 ? job.M / 2 : job.M; }
+
+  template <int kM, bool kNorms>
+  Bytes first_levels(int64_t n) const {
+    const int64_t level = job.K * kLanes, first_half = kM ? (kM >= 6 ? kM / 2 : kM) : half();
+    const Code* code = row_of<Code>(job, n);
+    Bytes sum = Bytes::load(lines.data + code[0] * kLanes);
+    if (kNorms) sum = add_saturated(sum, Bytes::load(lines.data + job.M * level + bins->bins[n] * kLanes));
+    for (int64_t m = 1; m < first_half; ++m)
+      sum = add_saturated(sum, Bytes::load(lines.data + m * level + code[m] * kLanes));
+    return sum;
+  }
+
+  template <int kM>
+  Bytes last_levels(int64_t n, Bytes sum) const {
+    const Code* code = row_of<Code>(job, n);
+    for (int64_t m = half(); m < job.M; ++m)
+      sum = add_saturated(sum, Bytes::load(lines.data + (m * job.K + code[m]) * kLanes));
+    return sum;
+  }
+
+  // Scores a code for the queries that could not drop it.
+  void look_closely(int64_t n, uint64_t candidates) {
+    if (job.keep != nullptr && !job.keep[n]) return;
+    typename Rejected<Code>::Entry& entry = rejected.entry_of(job, n, row_of<Code>(job, n));
+    for (uint64_t lanes = candidates & ~entry.lanes; lanes; lanes &= lanes - 1) {
+      const int64_t lane = __builtin_ctzll(lanes), q = q0 + lane;
+      Reservoir& mine = best[lane];
+      const float cost = cost_of<Code>(job, q, n), before = mine.tau;
+      if (mine.wants(cost)) {
+        mine.add(cost, n);
+        if (mine.tau != before) bound[lane] = filters[lane].bound(job, q, mine.tau);
+      } else {
+        entry.lanes |= uint64_t{1} << lane;
+      }
+    }
+  }
+
+  const Search& job;
+  const Bins* bins;
+  int64_t q0 = 0, queries = 0;
+  Reservoir* best = nullptr;
+  Buffer<float> transposed;  // [K, kLanes]
+  Buffer<uint8_t> lines;     // [M, K, kLanes], then [256, kLanes] for norms
+  Buffer<float> terms;       // [M, K]
+  Rejected<Code> rejected;
+  Filter filters[kLanes];
+  float table_low[kLanes] = {}, table_high[kLanes] = {}, inverse[kLanes] = {};
+  uint8_t bound[kLanes] = {};
+};
+
+// Whether bytes can pay for the time their tables take.
+bool by_bytes(const Search& job, int64_t count) {
+  return count > 4 * seeds_for(job.k) && count > 2 * job.K && job.M <= 16;
+}
+
+template <class Code>
+void scan_one_by_one(const Part& part, bool bytes) {
+  const Search& job = part.job;
+  const int64_t capacity = Reservoir::capacity_for(job.k, part.end - part.begin);
+  Buffer<float> terms(job.M * job.K);
+  Buffer<Key> kept(2 * capacity);
+  Reservoir best{job.k, capacity, kept.data, kept.data + capacity};
+  for (int64_t q = part.first_query; q < part.last_query; ++q) {
+    int64_t at = part.begin;
+    best.clear();
+    if (bytes) {
+      at = seeds_end(job, part.begin, part.end);
+      scan_floats<Code>(job, q, part.begin, at, terms.data, best);
+      at = scan_one(job, q, at, part.end, best);
+    }
+    scan_floats<Code>(job, q, at, part.end, terms.data, best);
+    part.counts[q] = best.finish(part.keys + q * job.k);
+  }
+}
+
+template <class Code>
+void scan_in_batches(const Part& part) {
+  const Search& job = part.job;
+  const int64_t capacity = Reservoir::capacity_for(job.k, part.end - part.begin);
+  const int64_t lanes = std::min(kLanes, part.last_query - part.first_query);
+  Buffer<Key> kept((lanes + 1) * capacity);
+  Reservoir best[kLanes];
+  for (int64_t lane = 0; lane < lanes; ++lane)
+    best[lane] = {job.k, capacity, kept.data + lane * capacity, kept.data + lanes * capacity};
+  const std::unique_ptr<Batch<Code>> batch(new Batch<Code>(job, part.bins));
+  for (int64_t q = part.first_query; q < part.last_query; q += lanes) {
+    const int64_t queries = std::min(lanes, part.last_query - q);
+    batch->run(q, queries, part.begin, part.end, best);
+    for (int64_t lane = 0; lane < queries; ++lane)
+      part.counts[q + lane] = best[lane].finish(part.keys + (q + lane) * job.k);
+  }
+}
+
+template <class Code>
+void scan_part(const Part& part) {
+  const bool bytes = by_bytes(part.job, part.end - part.begin);
+  if (bytes && part.last_query - part.first_query >= kWorthABatch)
+    scan_in_batches<Code>(part);
+  else
+    scan_one_by_one<Code>(part, bytes);
+}
+
+}  // namespace
+
+int64_t queries_at_a_time() { return kLanes; }
+
+bool needs_bins(const Search& job) { return job.norms != nullptr && job.Q >= kWorthABatch && by_bytes(job, job.N); }
+
+void fill_bins(const Search& job, Bins& out) {
+  const float* norms = job.norms;
+  const int64_t count = job.N, whole = count / kWidth * kWidth;
+  Floats least = Floats::all(norms[0]), most = least;
+  for (int64_t n = 0; n < whole; n += kWidth) {
+    least = min(Floats::load(norms + n), least);
+    most = max(Floats::load(norms + n), most);
+  }
+  for (int64_t n = whole; n < count; ++n) {
+    least = min(Floats::all(norms[n]), least);
+    most = max(Floats::all(norms[n]), most);
+  }
+  const float lowest = smallest(least), highest = -smallest(Floats::all(0) - most);
+  // All but the outermost share equal bins, so that one outlier does not take the resolution from all others.
+  constexpr int64_t kSample = 1024, kOutermost = 4;
+  Key sample[kSample];
+  const int64_t sampled = std::min(count, kSample);
+  for (int64_t i = 0; i < sampled; ++i) sample[i] = Key{key_of(norms[i * count / sampled], 0)};
+  std::sort(sample, sample + sampled);
+  const float from = drq::cost_of(sample[std::min(kOutermost, sampled - 1)].bits);
+  const float to = drq::cost_of(sample[std::max<int64_t>(sampled - 1 - kOutermost, 0)].bits);
+  const float inverse = to > from ? 254 / (to - from) : 0;
+  const Floats start = Floats::all(from), scale = Floats::all(inverse), zero = Floats::all(0), one = Floats::all(1);
+  const auto places = [=](Floats norm) { return max((norm - start) * scale + one, zero); };
+  for (int64_t n = 0; n < whole; n += kWidth) places(Floats::load(norms + n)).store_bytes(out.bins + n);
+  for (int64_t n = whole; n < count; ++n) {
+    uint8_t copies[kWidth];
+    places(Floats::all(norms[n])).store_bytes(copies);
+    out.bins[n] = copies[0];
+  }
+  const float width = to > from ? (to - from) / 254 : 0, rounding = 1e-6f * (std::fabs(from) + std::fabs(to));
+  for (int i = 0; i < 256; ++i) {
+    out.low[i] = i == 0 ? lowest : from + (i - 1) * width - rounding;
+    out.high[i] = i == 255 || inverse == 0 ? highest : from + i * width + rounding;
+    if (out.low[i] < lowest || inverse == 0) out.low[i] = lowest;
+    if (out.high[i] > highest) out.high[i] = highest;
+  }
+}
+
+void scan(const Part& part) { part.job.wide ? scan_part<uint16_t>(part) : scan_part<uint8_t>(part); }
+
+}  // namespace DRQ_ISA
+}  // namespace drq

@@ -1,0 +1,79 @@
+// Shares queries or codes out among threads, scans with the instruction set at hand and merges what they found.
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <vector>
+
+#include "adc.h"
+#include "cpu/key.h"
+#include "cpu/parallel.h"
+#include "cpu/part.h"
+#include "isa.h"
+
+namespace drq {
+
+DRQ_DECLARE_COPIES(void, scan, const Part& part)
+DRQ_DECLARE_COPIES(void, fill_bins, const Search& job, Bins& bins)
+DRQ_DECLARE_COPIES(bool, needs_bins, const Search& job)
+DRQ_DECLARE_COPIES(int64_t, queries_at_a_time, )
+
+namespace {
+
+// Codes, and codes times queries, that are worth a thread: about 0.1 ms of work.
+constexpr int64_t kLeastRange = 1 << 15, kLeastWork[kIsaCount] = {1 << 16, 1 << 17, 1 << 20};
+
+// The k best of all ranges of codes for one query; older codes are in the ranges before.
+void merge(const Search& job, int64_t q, const uint64_t* keys, const int64_t* counts, int64_t ranges) {
+  std::vector<int64_t> next(ranges, 0);
+  float* scores = job.scores + q * job.k;
+  int64_t* positions = job.positions + q * job.k;
+  for (int64_t i = 0; i < job.k; ++i) {
+    uint64_t best = std::numeric_limits<uint64_t>::max();
+    int64_t from = -1;
+    for (int64_t r = 0; r < ranges; ++r) {
+      if (next[r] == counts[r * job.Q + q]) continue;
+      const uint64_t key = keys[(r * job.Q + q) * job.k + next[r]];
+      if (key < best) best = key, from = r;
+    }
+    if (from < 0) {
+      const float worst = std::numeric_limits<float>::infinity();
+      std::fill(scores + i, scores + job.k, job.metric == kL2 ? worst : -worst);
+      std::fill(positions + i, positions + job.k, -1);
+      return;
+    }
+    ++next[from];
+    scores[i] = job.metric == kL2 ? cost_of(best) : -cost_of(best);
+    positions[i] = position_of(best);
+  }
+}
+
+}  // namespace
+
+void search_cpu(const Search& job, int isa, int threads) {
+  // Many queries are shared out in whole batches, of few queries the codes are.
+  const int64_t batch = DRQ_CHOOSE_COPY(queries_at_a_time, isa)(), batches = (job.Q + batch - 1) / batch;
+  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, job.N * job.Q / kLeastWork[isa]));
+  const int64_t groups = batches >= parts ? parts : 1;
+  const int64_t ranges = groups > 1 ? 1 : std::max<int64_t>(1, std::min(parts, job.N / kLeastRange));
+
+  const std::unique_ptr<uint64_t[]> keys(new uint64_t[ranges * job.Q * job.k]);
+  const std::unique_ptr<int64_t[]> counts(new int64_t[ranges * job.Q]);
+  std::unique_ptr<uint8_t[]> binned;
+  Bins bins;
+  const bool binning = DRQ_CHOOSE_COPY(needs_bins, isa)(job);
+  if (binning) {
+    binned.reset(new uint8_t[job.N]);
+    bins.bins = binned.get();
+    DRQ_CHOOSE_COPY(fill_bins, isa)(job, bins);
+  }
+  const auto scan = DRQ_CHOOSE_COPY(scan, isa);
+  parallel_for(groups * ranges, static_cast<int>(groups * ranges), [&](int64_t unit, int64_t, int64_t) {
+    const int64_t group = unit / ranges, range = unit % ranges;
+    scan(Part{job, binning ? &bins : nullptr, std::min(job.Q, batches * group / groups * batch),
+              std::min(job.Q, batches * (group + 1) / groups * batch), job.N * range / ranges,
+              job.N * (range + 1) / ranges, keys.get() + range * job.Q * job.k, counts.get() + range * job.Q});
+  });
+  for (int64_t q = 0; q < job.Q; ++q) merge(job, q, keys.get(), counts.get(), ranges);
+}
+
+}  // namespace drq
