@@ -1,0 +1,213 @@
+"""Encode, greedily: scores, argmin and residual of all levels in one kernel; scores in memory above 256 codewords."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .levels import (
+    INTERPRETED,
+    MAX_ON_CHIP,
+    REBASE,
+    TILE,
+    Scored,
+    first_smallest,
+    gram,
+    padded,
+    power_of_2,
+    residual_scores,
+)
+
+
+@triton.jit(do_not_specialize=["N"])
+def encode_kernel(
+    x,
+    offset,
+    codebook,
+    gram,
+    diagonal,
+    scale,
+    codes,
+    N,
+    K,
+    D,
+    M,
+    HAS_OFFSET: tl.constexpr,
+    NARROW: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KP: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Math:     b_m = argmin_k s_m^2 G[k, k] - 2 s_m t_m[k], t_{m+1} = t_m - s_m G[b_m, :], docs/math.md section 3
+    Tiling:   one program owns ROWS vectors, all their scores and all M levels
+    Memory:   reads x once, the codebook and a row of G a level from L2; writes codes. Rows whose residual has become
+              small, and only they, are read again
+    Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r come anew from x - xhat
+    """
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    k = tl.arange(0, KP)  # [KP]
+    t, norm = residual_scores(
+        x, offset, codebook, scale, codes, n, n, n < N, k, K, D, M, 0, HAS_OFFSET, NARROW, COLUMNS, PRECISION
+    )
+    r = norm
+    for m in range(M):
+        s = tl.load(scale + m).to(tl.float32)
+        bias = tl.where(k < K, s * s * tl.load(diagonal + k), float("inf"))
+        best, b = first_smallest(bias[None, :] - 2 * s * t, k, K)
+        tl.store(codes + n * M + m, b, mask=n < N)
+        r += best
+        if m + 1 < M:
+            t -= s * tl.load(gram + b[:, None] * KP + k[None, :])
+            small = r < norm * REBASE
+            if tl.max(small.to(tl.int32), axis=0) > 0:
+                tl.debug_barrier()  # the codes are in memory for all threads of this program
+                fresh, fresh_r = residual_scores(
+                    x,
+                    offset,
+                    codebook,
+                    scale,
+                    codes,
+                    n,
+                    n,
+                    n < N,
+                    k,
+                    K,
+                    D,
+                    M,
+                    m + 1,
+                    HAS_OFFSET,
+                    False,
+                    COLUMNS,
+                    PRECISION,
+                )
+                t = tl.where(small[:, None], fresh, t)
+                r = tl.where(small, fresh_r, r)
+
+
+@triton.jit(do_not_specialize=["N"])
+def encode_tiled_kernel(
+    x,
+    codebook,
+    scores,
+    norms,
+    gram,
+    diagonal,
+    scale,
+    codes,
+    N,
+    K,
+    P,
+    D,
+    M,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Math:     as encode_kernel, from scores S = x C^T [N, P] and norms ||x||^2 [N] of centred x
+    Tiling:   one program owns ROWS vectors and walks over their P scores, TILE at a time, once a level
+    Memory:   reads and writes its scores, in place, and reads a row of G a level
+    Numerics: as encode_kernel; an earlier tile wins a tie
+    """
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    norm = tl.load(norms + n, mask=n < N, other=0.0)
+    r = norm
+    b = tl.zeros((ROWS,), dtype=tl.int32)
+    s_before = 0.0
+    for m in range(M):
+        s = tl.load(scale + m).to(tl.float32)
+        small = (r < norm * REBASE) & (m > 0)
+        rebase = tl.max(small.to(tl.int32), axis=0) > 0
+        best = tl.full((ROWS,), float("inf"), dtype=tl.float32)
+        chosen = tl.zeros((ROWS,), dtype=tl.int32)
+        for start in range(0, P, TILE):
+            k = start + tl.arange(0, TILE)  # [TILE]
+            here = scores + n[:, None] * P + k[None, :]
+            t = tl.load(here, mask=(n < N)[:, None], other=0.0)  # [ROWS, TILE]
+            if m > 0:
+                t -= s_before * tl.load(gram + b[:, None] * P + k[None, :])
+                if rebase:
+                    fresh, fresh_r = residual_scores(
+                        x, x, codebook, scale, codes, n, n, n < N, k, K, D, M, m, False, False, COLUMNS, PRECISION
+                    )
+                    t = tl.where(small[:, None], fresh, t)
+                    r = tl.where(small, fresh_r, r)
+                tl.store(here, t, mask=(n < N)[:, None])
+            bias = tl.where(k < K, s * s * tl.load(diagonal + k), float("inf"))
+            tile_best, place = first_smallest(bias[None, :] - 2 * s * t, k, K)
+            chosen = tl.where(tile_best < best, place, chosen)
+            best = tl.where(tile_best < best, tile_best, best)
+        b, s_before, r = chosen, s, r + best
+        tl.store(codes + n * M + m, b, mask=n < N)
+        tl.debug_barrier()  # scores and codes are in memory for all threads of this program
+
+
+def encode(
+    x: Tensor, codebook: Tensor, scale: Tensor, *, offset: Tensor | None = None, precision: str = "tf32x3"
+) -> Tensor:
+    """Greedy codes [N, M] of x [N, D], uint8 for K <= 256, else int32; precision is "tf32x3" or "ieee"."""
+    (N, D), K, M = x.shape, len(codebook), len(scale)
+    codes = torch.empty(N, M, dtype=torch.uint8 if K <= 256 else torch.int32, device=x.device)
+    if N == 0:
+        return codes
+    if K > MAX_ON_CHIP:
+        return _encode_tiled(x, codebook, scale, offset, precision, codes)
+    x, codebook, KP = x.contiguous(), codebook.contiguous(), power_of_2(K)
+    inner = padded(gram(codebook), KP)
+    narrow = x.dtype == codebook.dtype != torch.float32 and offset is None and not INTERPRETED
+    rows = min(64, 8192 // KP)
+    encode_kernel[(triton.cdiv(N, rows),)](
+        x,
+        x if offset is None else offset.contiguous(),
+        codebook,
+        inner,
+        inner.diagonal().contiguous(),
+        scale.contiguous(),
+        codes,
+        N,
+        K,
+        D,
+        M,
+        HAS_OFFSET=offset is not None,
+        NARROW=narrow,
+        PRECISION=precision,
+        ROWS=rows,
+        KP=KP,
+        COLUMNS=16,
+        num_warps=8 if rows * KP == 8192 else 4,
+        enable_fp_fusion=False,
+    )
+    return codes
+
+
+def _encode_tiled(
+    x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, precision: str, codes: Tensor
+) -> Tensor:
+    K, M = len(codebook), len(scale)
+    codec = Scored(codebook, scale)
+    for rows, h in codec.parts(x, offset, codec.P):
+        encode_tiled_kernel[(triton.cdiv(len(h), 16),)](
+            h,
+            codec.codebook,
+            codec.scores(h),
+            h.square().sum(dim=1),
+            codec.gram,
+            codec.diagonal,
+            codec.scale,
+            codes[rows],
+            len(h),
+            K,
+            codec.P,
+            h.shape[1],
+            M,
+            PRECISION=precision,
+            ROWS=16,
+            TILE=TILE,
+            COLUMNS=16,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
+    return codes

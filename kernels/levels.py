@@ -1,0 +1,126 @@
+"""What all level kernels share: scores of the residual, the argmin, and products that no global switch changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+MAX_ON_CHIP = 256  # codewords up to which a row of scores stays in registers
+MAX_SCORES = 1 << 24  # numbers that are held in memory at a time
+TILE = 128  # codewords that a kernel looks at together where they do not fit on chip
+REBASE = tl.constexpr(1 / 256)  # below this share of ||x||^2, score space has lost too many bits of ||h||^2
+
+
+@triton.jit
+def residual_scores(
+    x,
+    offset,
+    codebook,
+    scale,
+    codes,
+    n,
+    path,
+    live,
+    k,
+    K,
+    D,
+    M,
+    levels,
+    HAS_OFFSET: tl.constexpr,
+    NARROW: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Math:     t = h C^T and r = ||h||^2 of h = x - offset - sum_{i<levels} s_i C[b_i], docs/math.md section 3
+    Tiling:   rows n of x with rows `path` of codes, where `live`, and codewords k; COLUMNS of D dimensions at a time
+    Memory:   reads x once, the codebook once and `levels` codewords a row
+    Numerics: float32 sums; NARROW multiplies 16-bit inputs as they are, which is exact where h is x
+    """
+    t = tl.zeros((n.shape[0], k.shape[0]), dtype=tl.float32)
+    r = tl.zeros((n.shape[0],), dtype=tl.float32)
+    for start in range(0, D, COLUMNS):
+        d = start + tl.arange(0, COLUMNS)
+        inside = live[:, None] & (d < D)[None, :]
+        narrow = tl.load(x + n[:, None] * D + d[None, :], mask=inside, other=0.0)  # [ROWS, COLUMNS]
+        words = tl.load(codebook + k[None, :] * D + d[:, None], mask=(k < K)[None, :] & (d < D)[:, None], other=0.0)
+        h = narrow.to(tl.float32)
+        if HAS_OFFSET:
+            h -= tl.load(offset + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
+        for i in range(levels):
+            b = tl.load(codes + path * M + i, mask=live, other=0).to(tl.int64)
+            word = tl.load(codebook + b[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            h -= tl.load(scale + i).to(tl.float32) * word
+        r += tl.sum(h * h, axis=1)
+        if NARROW:
+            t = tl.dot(narrow, words, acc=t)
+        else:
+            t = tl.dot(h, words.to(tl.float32), acc=t, input_precision=PRECISION)
+    return t, r
+
+
+@triton.jit
+def first_smallest(key, k, K):
+    """The smallest of key [ROWS, KP] and its first place, [ROWS] each; place 0 where everything is NaN."""
+    best = tl.min(key, axis=1)
+    place = tl.min(tl.where(key == best[:, None], k[None, :], K), axis=1)
+    return best, tl.where(place < K, place, 0)
+
+
+@contextmanager
+def full_float32() -> Iterator[None]:
+    """Matrix products of torch in float32 proper, whatever the global switch says; autocast is off."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def gram(codebook: Tensor) -> Tensor:
+    """The inner products [K, K] of codebook [K, D], in float32."""
+    wide = codebook.float()
+    with full_float32():
+        return wide @ wide.T
+
+
+def padded(inner: Tensor, KP: int) -> Tensor:
+    """inner [K, K] with zeros up to [KP, KP]."""
+    missing = KP - len(inner)
+    return torch.nn.functional.pad(inner, (0, missing, 0, missing)) if missing else inner
+
+
+class Scored:
+    """A codec for kernels that find x C^T in memory: float32, K padded with zeros to P, a multiple of TILE."""
+
+    def __init__(self, codebook: Tensor, scale: Tensor) -> None:
+        self.P = triton.cdiv(len(codebook), TILE) * TILE
+        missing = self.P - len(codebook)
+        self.codebook = torch.nn.functional.pad(codebook.float(), (0, 0, 0, missing)).contiguous()
+        self.scale = scale.float().contiguous()
+        self.gram = gram(self.codebook)
+        self.diagonal = self.gram.diagonal().contiguous()
+
+    def parts(self, x: Tensor, offset: Tensor | None, width: int) -> Iterator[tuple[slice, Tensor]]:
+        """(rows, x[rows] - offset in float32) for so many rows at a time that `width` numbers for each fit."""
+        step = max(1, MAX_SCORES // width)
+        for first in range(0, len(x), step):
+            rows = slice(first, min(first + step, len(x)))
+            wide = x[rows].float()
+            yield rows, (wide if offset is None else wide - offset.float()).contiguous()
+
+    def scores(self, h: Tensor) -> Tensor:
+        """h C^T [n, P] of h [n, D]."""
+        with full_float32():
+            return h @ self.codebook.T
+
+
+def power_of_2(count: int) -> int:
+    """The next power of 2, but 16 at least, which matrix products need."""
+    return max(16, triton.next_power_of_2(count))
