@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .levels import REBASE, TILE, Scored, residual_scores
 
-_ON_CHIP = 4096  # candidates of a vector that are selected from in registers
+_ON_CHIP = 4096  # candidates of one vector that are selected from in registers
 
 
 @triton.jit(do_not_specialize=["N", "paths", "m"])
@@ -63,18 +63,18 @@ def beam_errors_kernel(
 
 
 @triton.jit
-def _rank(errors, costs, tail, n, c, paths, K, P):
-    """Keys of candidates c [TILE] of vector n as integers in the same order, NaN after numbers, padding at the end."""
-    inside = c < paths * P
-    error = tl.load(errors + n * paths * P + c, mask=inside, other=0.0)
-    key = tl.load(costs + n * paths + c // P, mask=inside, other=0.0) + error * tail
+def _rank(errors, costs, tail, n, c, N, paths, K, P):
+    """Errors of candidates c of vectors n, and keys as integers in the same order: NaN after numbers, padding last."""
+    inside = (n < N)[:, None] & (c < paths * P)[None, :]
+    error = tl.load(errors + n[:, None] * paths * P + c[None, :], mask=inside, other=0.0)  # [ROWS, TILE]
+    key = tl.load(costs + n[:, None] * paths + (c // P)[None, :], mask=inside, other=0.0) + error * tail
     bits = (key + 0.0).to(tl.uint32, bitcast=True)  # -0 becomes 0
     rank = tl.where(bits >> 31 != 0, ~bits, bits | 0x80000000)
     rank = tl.where(key == key, rank, 0xFFFFFFFE)
-    return tl.where(inside & (c % P < K), rank, 0xFFFFFFFF), error
+    return error, tl.where(inside & (c % P < K)[None, :], rank, 0xFFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["paths", "width", "m"])
+@triton.jit(do_not_specialize=["N", "paths", "width", "m"])
 def beam_select_kernel(
     errors,
     costs,
@@ -84,59 +84,57 @@ def beam_select_kernel(
     next_costs,
     next_residuals,
     next_codes,
+    N,
     paths,
     width,
     K,
     P,
     M,
     m,
-    ONE_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Math:     the `width` smallest of cost + d_m^2 * still_to_come[m], docs/math.md section 4
-    Tiling:   one program owns one vector and walks over its paths * P candidates, TILE at a time
-    Memory:   reads errors once if they are one tile, else 33 times; writes the paths that are left
+    Tiling:   one program owns ROWS vectors and walks over their paths * P candidates, TILE at a time
+    Memory:   reads errors 3 times if they are one tile, else 35 times (from L2); writes the paths that are left
     Numerics: the width-th smallest key is found bit by bit; ties go to the smaller code, as the order of the candidates
               is that of their codes and stays so
     """
-    n = tl.program_id(0).to(tl.int64)
-    tail = tl.load(still_to_come + m)
-    weight = tl.load(omega + m)
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     c = tl.arange(0, TILE)  # [TILE]
-    rank, error = _rank(errors, costs, tail, n, c, paths, K, P)
-    threshold = tl.zeros((1,), dtype=tl.uint32)
+    tail = tl.load(still_to_come + m)
+    error, rank = _rank(errors, costs, tail, n, c, N, paths, K, P)
+    threshold = tl.zeros((ROWS,), dtype=tl.uint32)
     for bit in range(32):
-        trial = threshold | (tl.full((1,), 1, dtype=tl.uint32) << (31 - bit))
-        if ONE_TILE:
-            below = tl.sum((rank < trial).to(tl.int32), axis=0)
-        else:
-            below = 0
-            for start in range(0, paths * P, TILE):
-                rank, error = _rank(errors, costs, tail, n, start + c, paths, K, P)
-                below += tl.sum((rank < trial).to(tl.int32), axis=0)
+        trial = threshold | (tl.full((ROWS,), 1, dtype=tl.uint32) << (31 - bit))
+        below = tl.sum((rank < trial[:, None]).to(tl.int32), axis=1)
+        for start in range(TILE, paths * P, TILE):
+            _, more = _rank(errors, costs, tail, n, start + c, N, paths, K, P)
+            below += tl.sum((more < trial[:, None]).to(tl.int32), axis=1)
         threshold = tl.where(below < width, trial, threshold)
 
-    below = 0
+    below = tl.zeros((ROWS,), dtype=tl.int32)
     for start in range(0, paths * P, TILE):
-        rank, error = _rank(errors, costs, tail, n, start + c, paths, K, P)
-        below += tl.sum((rank < threshold).to(tl.int32), axis=0)
+        _, rank = _rank(errors, costs, tail, n, start + c, N, paths, K, P)
+        below += tl.sum((rank < threshold[:, None]).to(tl.int32), axis=1)
     ties = width - below  # of the candidates at the threshold, the first so many
-    written = 0
+    to = n * width
     for start in range(0, paths * P, TILE):
         place = start + c
-        rank, error = _rank(errors, costs, tail, n, place, paths, K, P)
-        tied = (rank == threshold).to(tl.int32)
-        chosen = (rank < threshold) | ((tied != 0) & (tl.cumsum(tied, axis=0) <= ties))
-        to = n * width + written + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        parent = n * paths + place // P
-        cost = tl.load(costs + parent, mask=chosen, other=0.0) + weight * error
-        tl.store(next_costs + to, cost, mask=chosen)
-        tl.store(next_residuals + to, error, mask=chosen)
+        error, rank = _rank(errors, costs, tail, n, place, N, paths, K, P)
+        tied = (rank == threshold[:, None]).to(tl.int32)
+        chosen = (rank < threshold[:, None]) | ((tied != 0) & (tl.cumsum(tied, axis=1) <= ties[:, None]))
+        chosen &= (n < N)[:, None]
+        slot = to[:, None] + tl.cumsum(chosen.to(tl.int32), axis=1) - 1
+        parent = n[:, None] * paths + (place // P)[None, :]
+        cost = tl.load(costs + parent, mask=chosen, other=0.0) + tl.load(omega + m) * error
+        tl.store(next_costs + slot, cost, mask=chosen)
+        tl.store(next_residuals + slot, error, mask=chosen)
         for i in range(m):
-            tl.store(next_codes + to * M + i, tl.load(codes + parent * M + i, mask=chosen, other=0), mask=chosen)
-        tl.store(next_codes + to * M + m, place % P, mask=chosen)
-        written += tl.sum(chosen.to(tl.int32), axis=0)
-        ties -= tl.sum(tied, axis=0)
+            tl.store(next_codes + slot * M + i, tl.load(codes + parent * M + i, mask=chosen, other=0), mask=chosen)
+        tl.store(next_codes + slot * M + m, (place % P)[None, :] + tl.zeros_like(tied), mask=chosen)
+        to += tl.sum(chosen.to(tl.int32), axis=1)
+        ties -= tl.sum(tied, axis=1)
 
 
 def encode_beam(
@@ -153,7 +151,7 @@ def encode_beam(
     """Codes [N, M] of x [N, D] as `reference.encode` finds them; omega [M] and still_to_come [M] weigh the levels."""
     K, M = len(codebook), len(scale)
     codes = torch.empty(len(x), M, dtype=torch.uint8 if K <= 256 else torch.int32, device=x.device)
-    codec = Scored(codebook, scale)
+    codec = Scored(codebook, scale, triton.cdiv(K, TILE) * TILE)
     for rows, h in codec.parts(x, offset, beam * codec.P):
         codes[rows] = _encode_part(h, codec, K, beam, omega.float(), still_to_come.float(), precision)
     return codes
@@ -198,7 +196,8 @@ def _encode_part(
         next_residuals = torch.empty_like(next_costs)
         next_codes = torch.zeros(N, width, M, dtype=torch.int32, device=h.device)
         tile = min(_ON_CHIP, triton.next_power_of_2(paths * P))
-        beam_select_kernel[(N,)](
+        rows = max(1, _ON_CHIP // 2 // tile)
+        beam_select_kernel[(triton.cdiv(N, rows),)](
             errors,
             costs,
             codes,
@@ -207,15 +206,16 @@ def _encode_part(
             next_costs,
             next_residuals,
             next_codes,
+            N,
             paths,
             width,
             K,
             P,
             M,
             m,
-            ONE_TILE=paths * P <= tile,
+            ROWS=rows,
             TILE=tile,
-            num_warps=4,
+            num_warps=8,
             enable_fp_fusion=False,
         )
         paths, costs, residuals, codes = width, next_costs, next_residuals, next_codes

@@ -187,7 +187,7 @@ def _encode_tiled(
     x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, precision: str, codes: Tensor
 ) -> Tensor:
     K, M = len(codebook), len(scale)
-    codec = Scored(codebook, scale)
+    codec = Scored(codebook, scale, triton.cdiv(K, TILE) * TILE)
     for rows, h in codec.parts(x, offset, codec.P):
         encode_tiled_kernel[(triton.cdiv(len(h), 16),)](
             h,
@@ -207,7 +207,7 @@ def _encode_tiled(
             ROWS=16,
             TILE=TILE,
             COLUMNS=16,
-            num_warps=4,
+            num_warps=8,
             enable_fp_fusion=False,
         )
     return codes

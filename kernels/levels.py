@@ -97,11 +97,11 @@ def padded(inner: Tensor, KP: int) -> Tensor:
 
 
 class Scored:
-    """A codec for kernels that find x C^T in memory: float32, K padded with zeros to P, a multiple of TILE."""
+    """A codec for kernels that find x C^T in memory: float32, codebook [K, D] padded with zeros to [P, D]."""
 
-    def __init__(self, codebook: Tensor, scale: Tensor) -> None:
-        self.P = triton.cdiv(len(codebook), TILE) * TILE
-        missing = self.P - len(codebook)
+    def __init__(self, codebook: Tensor, scale: Tensor, P: int) -> None:
+        self.K, self.P = len(codebook), P
+        missing = P - self.K
         self.codebook = torch.nn.functional.pad(codebook.float(), (0, 0, 0, missing)).contiguous()
         self.scale = scale.float().contiguous()
         self.gram = gram(self.codebook)

@@ -1,0 +1,449 @@
+"""The training pass: errors of all levels from the scores in one kernel, and their gradients in another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .levels import MAX_SCORES, REBASE, Scored, first_smallest, full_float32, power_of_2, residual_scores
+
+_NOISE = 2.0**-36  # a squared distance below this share of ||x||^2 is rounding: the gradient is 0 there
+_ROWS = 16  # vectors of a program
+_SPLITS = 4  # parts of the rows that chose the same codeword
+
+
+@triton.jit
+def _times_gram(
+    delta, gram, out, row, n, live, KP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr
+):
+    """<delta[row] G, delta[row]> [ROWS]; delta[row] G itself [ROWS, KP] goes to out[n], TILE columns at a time."""
+    inner = tl.zeros((n.shape[0],), dtype=tl.float32)
+    for first in range(0, KP, TILE):
+        k = first + tl.arange(0, TILE)  # [TILE]
+        product = tl.zeros((n.shape[0], TILE), dtype=tl.float32)
+        for start in range(0, KP, COLUMNS):
+            i = start + tl.arange(0, COLUMNS)
+            piece = tl.load(delta + row[:, None] * KP + i[None, :], mask=live[:, None], other=0.0)  # [ROWS, COLUMNS]
+            block = tl.load(gram + i[:, None] * KP + k[None, :])  # [COLUMNS, TILE]
+            product = tl.dot(piece, block, acc=product, input_precision=PRECISION)
+        same = tl.load(delta + row[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
+        inner += tl.sum(product * same, axis=1)
+        tl.store(out + n[:, None] * KP + k[None, :], product, mask=live[:, None])
+    return inner
+
+
+@triton.jit
+def _rebase(
+    x,
+    codebook,
+    scale,
+    codes,
+    out,
+    n,
+    live,
+    K,
+    D,
+    M,
+    levels,
+    KP: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Scores and squared norm [ROWS] of the residual after so many levels; the scores [ROWS, KP] go to out[n]."""
+    r = tl.zeros((n.shape[0],), dtype=tl.float32)
+    for first in range(0, KP, TILE):
+        k = first + tl.arange(0, TILE)
+        t, r = residual_scores(
+            x, x, codebook, scale, codes, n, n, live, k, K, D, M, levels, False, False, COLUMNS, PRECISION
+        )
+        tl.store(out + n[:, None] * KP + k[None, :], t, mask=live[:, None])
+    return r
+
+
+@triton.jit
+def _soft_choice(key, r, nearest, gamma, inside):
+    """p = softmax(-gamma d) [ROWS, KP] and d = sqrt(r + key), given the smallest d."""
+    distance = tl.sqrt(tl.maximum(r[:, None] + key, 0.0))
+    weight = tl.where(inside[None, :], tl.exp(-gamma * (distance - nearest[:, None])), 0.0)
+    return weight / tl.sum(weight, axis=1)[:, None], distance
+
+
+@triton.jit(do_not_specialize=["N"])
+def distortion_kernel(
+    x,
+    codebook,
+    scores,
+    norms,
+    gram,
+    diagonal,
+    scale,
+    gamma,
+    delta,
+    scratch,
+    codes,
+    residuals,
+    soft,
+    joint,
+    N,
+    K,
+    D,
+    M,
+    AGAIN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KP: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Math:     b_m, p_m, r_{m+1}, J_m = Delta_m G Delta_m^T and (E_s^m)^2 = r_{m+1} - 2 <Delta_m, t_{m+1}> + J_m,
+              docs/math.md section 3. AGAIN: codes are given, and Delta_m and t_M are all that is wanted
+    Tiling:   one program owns ROWS vectors, all their scores and all M levels; Delta G is a product inside it
+    Memory:   reads the scores once and G once a level (from L2); through delta and scratch [N, KP] numbers pass from
+              threads that hold them to threads that multiply them; writes codes and three numbers a level.
+              AGAIN: reads codes, too, replaces scores by t_M, writes delta [N, M, KP]
+    Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r come anew from x - xhat
+    """
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    k = tl.arange(0, KP)  # [KP]
+    live, inside = n < N, k < K
+    sharpness = tl.load(gamma)
+    norm = tl.load(norms + n, mask=live, other=0.0)
+    t = tl.load(scores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)  # [ROWS, KP]
+    total = tl.zeros((ROWS, KP), dtype=tl.float32)  # Delta
+    stride = M if AGAIN else 1  # lines of delta a vector and a level
+    step = 1 if AGAIN else 0
+    r = norm
+    for m in range(M):
+        s = tl.load(scale + m)
+        key = tl.where(inside, s * s * tl.load(diagonal + k), float("inf"))[None, :] - 2 * s * t
+        if AGAIN:
+            b = tl.load(codes + n * M + m, mask=live, other=0).to(tl.int32)
+            best = tl.sum(tl.where(k[None, :] == b[:, None], key, 0.0), axis=1)
+        else:
+            best, b = first_smallest(key, k, K)
+            tl.store(codes + n * M + m, b.to(tl.int64), mask=live)
+        p, _ = _soft_choice(key, r, tl.sqrt(tl.maximum(r + best, 0.0)), sharpness, inside)
+        total += s * (p - (k[None, :] == b[:, None]).to(tl.float32))
+        tl.store(delta + (n * stride + m * step)[:, None] * KP + k[None, :], total, mask=live[:, None])
+        r += best
+        t -= s * tl.load(gram + b[:, None] * KP + k[None, :])
+        tl.debug_barrier()  # codes and Delta are in memory for all threads of this program
+        small = r < norm * REBASE
+        if tl.max(small.to(tl.int32), axis=0) > 0:
+            fresh_r = _rebase(x, codebook, scale, codes, scratch, n, live, K, D, M, m + 1, KP, TILE, COLUMNS, PRECISION)
+            tl.debug_barrier()
+            fresh = tl.load(scratch + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
+            t = tl.where(small[:, None], fresh, t)
+            r = tl.where(small, fresh_r, r)
+        if not AGAIN:
+            squared = _times_gram(delta, gram, scratch, n, n, live, KP, TILE, COLUMNS, PRECISION)
+            tl.store(residuals + n * M + m, r, mask=live)
+            tl.store(joint + n * M + m, squared, mask=live)
+            tl.store(soft + n * M + m, r - 2 * tl.sum(total * t, axis=1) + squared, mask=live)
+        tl.debug_barrier()  # what this level left in memory has been read
+    if AGAIN:
+        tl.store(scores + n[:, None] * KP + k[None, :], t, mask=live[:, None])
+
+
+@triton.jit
+def _residual_at(residuals, norm, n, live, M, m):
+    """r_m [ROWS], the squared residual that level m sees."""
+    return tl.where(m > 0, tl.load(residuals + tl.maximum(n * M + m - 1, 0), mask=live, other=0.0), norm)
+
+
+@triton.jit
+def _soft_choice_at(t, r, b, k, s, diagonal, gamma, inside):
+    """p and d of `_soft_choice` from scores t, where codeword b [ROWS] is known to be the nearest."""
+    key = tl.where(inside, s * s * tl.load(diagonal + k), float("inf"))[None, :] - 2 * s * t
+    best = tl.sum(tl.where(k[None, :] == b[:, None], key, 0.0), axis=1)
+    return _soft_choice(key, r, tl.sqrt(tl.maximum(r + best, 0.0)), gamma, inside)
+
+
+@triton.jit(do_not_specialize=["N"])
+def distortion_backward_kernel(
+    x,
+    codebook,
+    scores,
+    norms,
+    gram,
+    diagonal,
+    scale,
+    gamma,
+    codes,
+    residuals,
+    alpha,
+    kappa,
+    eta,
+    last_scores,
+    deltas,
+    dt_out,
+    dscores,
+    dnorms,
+    ddiagonal,
+    dscale,
+    N,
+    K,
+    D,
+    M,
+    NOISE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    KP: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Math:     the recursion at the end of docs/math.md section 3; alpha, kappa and eta [N, M] are dL/d(E_s^m)^2, that
+              plus dL/dJ_m, and dL/dr_{m+1}
+    Tiling:   one program owns ROWS vectors, all their scores and all M levels, from the last to the first
+    Memory:   reads scores, t_M, deltas [N, M, KP], and G once a level (from L2); writes dscores, dnorms, and -s_m
+              dL/dt_{m+1} [N, M, KP] for scatter_kernel
+    Numerics: float32; sums over the program's rows go to its own line of ddiagonal [programs, KP] and dscale
+              [programs, M], to be added in order: no atomics
+    """
+    program = tl.program_id(0).to(tl.int64)
+    n = program * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    k = tl.arange(0, KP)  # [KP]
+    live, inside = n < N, k < K
+    sharpness = tl.load(gamma)
+    norm = tl.load(norms + n, mask=live, other=0.0)
+
+    t = tl.load(last_scores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)  # [ROWS, KP], t_M
+    a = tl.zeros((ROWS, KP), dtype=tl.float32)  # dL/dDelta
+    dt = tl.zeros((ROWS, KP), dtype=tl.float32)
+    rho = tl.zeros((ROWS,), dtype=tl.float32)  # dL/dr
+    of_diagonal = tl.zeros((KP,), dtype=tl.float32)
+    for up in range(M):
+        m = M - 1 - up
+        s = tl.load(scale + m)
+        by_soft = tl.load(alpha + n * M + m, mask=live, other=0.0)
+        a -= 2 * by_soft[:, None] * t  # t_{m+1}
+        _times_gram(deltas, gram, dscores, n * M + m, n, live, KP, TILE, COLUMNS, PRECISION)
+        tl.debug_barrier()
+        product = tl.load(dscores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
+        a += 2 * tl.load(kappa + n * M + m, mask=live, other=0.0)[:, None] * product
+        here = (n * M + m)[:, None] * KP + k[None, :]
+        dt -= 2 * by_soft[:, None] * tl.load(deltas + here, mask=live[:, None], other=0.0)
+        tl.store(dt_out + here, -s * dt, mask=live[:, None])
+        rho += by_soft + tl.load(eta + n * M + m, mask=live, other=0.0)
+        b = tl.load(codes + n * M + m, mask=live, other=0).to(tl.int32)
+        ds = -tl.sum(dt * tl.load(gram + b[:, None] * KP + k[None, :]), axis=1)
+
+        r = _residual_at(residuals, norm, n, live, M, m)
+        t = tl.load(scores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
+        for i in range(m):
+            before = tl.load(codes + n * M + i, mask=live, other=0).to(tl.int32)
+            t -= tl.load(scale + i) * tl.load(gram + before[:, None] * KP + k[None, :])
+        small = (r < norm * REBASE) & (m > 0)
+        tl.debug_barrier()  # the product has been read
+        if tl.max(small.to(tl.int32), axis=0) > 0:
+            _rebase(x, codebook, scale, codes, dscores, n, live, K, D, M, m, KP, TILE, COLUMNS, PRECISION)
+            tl.debug_barrier()
+            fresh = tl.load(dscores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
+            t = tl.where(small[:, None], fresh, t)
+            tl.debug_barrier()
+        p, distance = _soft_choice_at(t, r, b, k, s, diagonal, sharpness, inside)
+        hot = k[None, :] == b[:, None]
+        mean = tl.sum(p * a, axis=1)
+        ds += mean - tl.sum(tl.where(hot, a, 0.0), axis=1)
+        far = (distance > tl.sqrt(norm * NOISE)[:, None]) & inside[None, :]
+        q = tl.where(far, -0.5 * sharpness * s * p * (a - mean[:, None]) / tl.where(far, distance, 1.0), 0.0)
+        q += tl.where(hot, rho[:, None], 0.0)
+        ds += 2 * tl.sum(q * ((s * tl.load(diagonal + k))[None, :] - t), axis=1)
+        tl.store(dscale + program * M + m, tl.sum(tl.where(live, ds, 0.0), axis=0))
+        of_diagonal += s * s * tl.sum(tl.where(live[:, None], q, 0.0), axis=0)
+        dt -= 2 * s * q
+        rho = tl.sum(q, axis=1)
+    tl.store(dscores + n[:, None] * KP + k[None, :], dt, mask=live[:, None])
+    tl.store(dnorms + n, rho, mask=live)
+    tl.store(ddiagonal + program * KP + k, of_diagonal)
+
+
+@triton.jit(do_not_specialize=["SPLITS"])
+def scatter_kernel(values, order, first, out, K, SPLITS, KP: tl.constexpr, ROWS: tl.constexpr):
+    """Math:     out[split, b] = sum of values[order[i]] over a part of first[b] <= i < first[b + 1]
+    Tiling:   one program owns one codeword b and one of SPLITS parts of the rows that chose it
+    Memory:   reads every row of values [.., KP] once, writes out [SPLITS, K, KP]
+    Numerics: float32, rows added in the order of `order`: no atomics
+    """
+    b, split = tl.program_id(0), tl.program_id(1)
+    begin, end = tl.load(first + b), tl.load(first + b + 1)
+    last = begin + (end - begin) * (split + 1) // SPLITS
+    begin += (end - begin) * split // SPLITS
+    k = tl.arange(0, KP)
+    total = tl.zeros((KP,), dtype=tl.float32)
+    for start in range(begin, last, ROWS):
+        i = start + tl.arange(0, ROWS)
+        row = tl.load(order + i, mask=i < last, other=0)
+        total += tl.sum(tl.load(values + row[:, None] * KP + k[None, :], mask=(i < last)[:, None], other=0.0), axis=0)
+    tl.store(out + (split.to(tl.int64) * K + b) * KP + k, total)
+
+
+class Levels(NamedTuple):
+    """What the levels leave behind, [N, M] each: codes int64, residuals r_{m+1}, soft (E_s^m)^2, joint J_m."""
+
+    codes: Tensor
+    residuals: Tensor
+    soft: Tensor
+    joint: Tensor
+
+
+class Gradients(NamedTuple):
+    """dx [N, D], dcodebook [K, D], dscale [M], in float32."""
+
+    dx: Tensor
+    dcodebook: Tensor
+    dscale: Tensor
+
+
+def codec_of(codebook: Tensor, scale: Tensor) -> Scored:
+    """The codec as both passes want it; its codebook is padded to a power of 2."""
+    return Scored(codebook, scale, power_of_2(len(codebook)))
+
+
+def distortion(h: Tensor, codec: Scored, scores: Tensor, gamma: Tensor, precision: str = "tf32x3") -> Levels:
+    """All levels of centred h [N, D] from scores [N, P] and gamma [1]."""
+    (N, M), P = (len(h), len(codec.scale)), codec.P
+    residuals, soft, joint = (torch.empty(N, M, dtype=torch.float32, device=h.device) for _ in range(3))
+    codes = torch.empty(N, M, dtype=torch.int64, device=h.device)
+    norms = h.square().sum(dim=1)
+    for rows in _parts(N, P):
+        scratch = torch.empty(2, rows.stop - rows.start, P, dtype=torch.float32, device=h.device)
+        out = Levels(codes[rows], residuals[rows], soft[rows], joint[rows])
+        _run_levels(h[rows], codec, scores[rows], norms[rows], gamma, scratch[0], scratch[1], out, precision, False)
+    return Levels(codes, residuals, soft, joint)
+
+
+def distortion_backward(
+    h: Tensor,
+    codec: Scored,
+    scores: Tensor,
+    gamma: Tensor,
+    levels: Levels,
+    dhard: Tensor,
+    dsoft: Tensor,
+    djoint: Tensor,
+    precision: str = "tf32x3",
+) -> Gradients:
+    """Gradients from those of hard = sqrt(residuals), soft = sqrt(soft) and joint, [N, M] each."""
+    (N, D), (M, K, P) = h.shape, (len(codec.scale), codec.K, codec.P)
+    norms = h.square().sum(dim=1)
+    noise = (_NOISE * norms)[:, None]
+    alpha = dsoft * _half_over_root(levels.soft, noise)
+    eta = dhard * _half_over_root(levels.residuals, noise)
+    kappa = alpha + djoint
+    dscores, dnorms = torch.empty_like(scores), torch.empty_like(norms)
+    dgram = torch.zeros(P, P, dtype=torch.float32, device=h.device)
+    dscale = torch.zeros(M, dtype=torch.float64, device=h.device)
+    for rows in _parts(N, M * P):
+        last_scores = scores[rows].clone()
+        deltas, moved = torch.empty(2, rows.stop - rows.start, M, P, dtype=torch.float32, device=h.device)
+        given = Levels(*(column[rows] for column in levels))
+        _run_levels(h[rows], codec, last_scores, norms[rows], gamma, deltas, dscores[rows], given, precision, True)
+        programs = triton.cdiv(len(deltas), _ROWS)
+        ddiagonal = torch.empty(programs, P, dtype=torch.float32, device=h.device)
+        dscales = torch.empty(programs, M, dtype=torch.float32, device=h.device)
+        distortion_backward_kernel[(programs,)](
+            h[rows],
+            codec.codebook,
+            scores[rows],
+            norms[rows],
+            codec.gram,
+            codec.diagonal,
+            codec.scale,
+            gamma,
+            given.codes,
+            given.residuals,
+            alpha[rows],
+            kappa[rows],
+            eta[rows],
+            last_scores,
+            deltas,
+            moved,
+            dscores[rows],
+            dnorms[rows],
+            ddiagonal,
+            dscales,
+            len(deltas),
+            K,
+            D,
+            M,
+            NOISE=_NOISE,
+            **_options(P, precision),
+        )
+        lines = deltas.view(-1, P)
+        with full_float32():
+            dgram.addmm_((lines * kappa[rows].reshape(-1, 1)).T, lines)
+        dgram[:K] += _scatter(moved.view(-1, P), given.codes.reshape(-1), K)
+        dgram.diagonal().add_(ddiagonal.sum(dim=0))
+        dscale += dscales.sum(dim=0, dtype=torch.float64)
+    with full_float32():
+        dx = torch.addmm(2 * dnorms[:, None] * h, dscores, codec.codebook)
+        dcodebook = torch.addmm(dscores.T @ h, dgram + dgram.T, codec.codebook)[:K]
+    return Gradients(dx, dcodebook, dscale.float())
+
+
+def _run_levels(
+    h: Tensor,
+    codec: Scored,
+    scores: Tensor,
+    norms: Tensor,
+    gamma: Tensor,
+    delta: Tensor,
+    scratch: Tensor,
+    levels: Levels,
+    precision: str,
+    again: bool,
+) -> None:
+    distortion_kernel[(triton.cdiv(len(h), _ROWS),)](
+        h,
+        codec.codebook,
+        scores,
+        norms,
+        codec.gram,
+        codec.diagonal,
+        codec.scale,
+        gamma,
+        delta,
+        scratch,
+        *levels,
+        len(h),
+        codec.K,
+        h.shape[1],
+        len(codec.scale),
+        AGAIN=again,
+        **_options(codec.P, precision),
+    )
+
+
+def _options(P: int, precision: str) -> dict[str, Any]:
+    tiling = {"ROWS": _ROWS, "KP": P, "TILE": min(64, P), "COLUMNS": 16}
+    compiler = {"num_warps": 8 if P > 64 else 4, "num_stages": 2, "maxnreg": 255, "enable_fp_fusion": False}
+    return {"PRECISION": precision, **tiling, **compiler}
+
+
+def _parts(N: int, width: int) -> Iterator[slice]:
+    """Slices of 0..N of so many rows that `width` numbers for each fit into memory."""
+    step = max(_ROWS, MAX_SCORES // width)
+    return (slice(first, min(first + step, N)) for first in range(0, N, step))
+
+
+def _half_over_root(squared: Tensor, noise: Tensor) -> Tensor:
+    """The derivative of the square root; 0 where nothing but rounding is left."""
+    some = squared > noise
+    return torch.where(some, 0.5 * torch.where(some, squared, 1).rsqrt(), 0)
+
+
+def _scatter(values: Tensor, codes: Tensor, K: int) -> Tensor:
+    """out [K, P]: out[b] = sum of values[i] over all i with codes[i] = b, always in the same order."""
+    P = values.shape[1]
+    ordered, order = codes.sort(stable=True)
+    first = torch.searchsorted(ordered, torch.arange(K + 1, device=codes.device))
+    out = torch.empty(_SPLITS, K, P, dtype=torch.float32, device=values.device)
+    scatter_kernel[(K, _SPLITS)](values, order, first, out, K, _SPLITS, KP=P, ROWS=16, num_warps=4)
+    return out.sum(dim=0)
