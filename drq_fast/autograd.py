@@ -51,3 +51,56 @@ class QuantizationLoss(torch.autograd.Function):
         doffset = None if ctx.dtypes[3] is None else -dx.sum(dim=0)
         gradients = (dx, dcodebook, dscale, doffset)
         return *(g if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)), *[None] * 4
+
+
+class TritonDistortion(torch.autograd.Function):
+    """`reference.distortion` by the Triton kernels, which go through the levels again for the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, gamma: Tensor, precision: str
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(hard, soft, joint, codes int64), [N, M] each; gamma [1]."""
+        from .kernels import distortion as kernels
+
+        codec, h = kernels.codec_of(codebook, scale), _centred(x, offset)
+        scores = codec.scores(h)
+        levels = kernels.distortion(h, codec, scores, gamma, precision)
+        ctx.save_for_backward(x, codebook, scale, offset, gamma, scores, *levels)
+        ctx.precision = precision
+        ctx.mark_non_differentiable(levels.codes)
+        ctx.set_materialize_grads(True)
+        roots = (levels.residuals.clamp_min(0).sqrt(), levels.soft.clamp_min(0).sqrt())
+        return *roots, levels.joint.clamp_min(0), levels.codes
+
+    @staticmethod
+    def backward(ctx: Any, dhard: Tensor, dsoft: Tensor, djoint: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, codebook, scale and offset."""
+        _refuse_second_derivatives("distortion")
+        from .kernels import distortion as kernels
+
+        x, codebook, scale, offset, gamma, scores, *columns = ctx.saved_tensors
+        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+            gradients = kernels.distortion_backward(
+                _centred(x, offset),
+                kernels.codec_of(codebook, scale),
+                scores,
+                gamma,
+                kernels.Levels(*columns),
+                dhard,
+                dsoft,
+                djoint,
+                ctx.precision,
+            )
+        doffset = None if offset is None else -gradients.dx.sum(dim=0).to(offset.dtype)
+        inputs = (x, codebook, scale)
+        return *(g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True)), doffset, None, None
+
+
+def _centred(x: Tensor, offset: Tensor | None) -> Tensor:
+    return (x.float() if offset is None else x.float() - offset.float()).contiguous()
+
+
+def _refuse_second_derivatives(op: str) -> None:
+    if torch.is_grad_enabled():  # create_graph=True: a silent zero would be wrong
+        raise RuntimeError(f'{op}: the triton backend has no second derivatives; backend="torch" has.')

@@ -19,8 +19,11 @@ OPERATIONS = ("quantize", "distortion", "loss", "encode", "decode", "adc", "sear
 
 # (operation, device type) -> the backends that implement it beside "torch", the fastest first.
 FASTER: dict[tuple[str, str], tuple[str, ...]] = {
+    ("distortion", "cuda"): ("triton",),
     ("loss", "cpu"): ("native",),
+    ("loss", "cuda"): ("triton",),
     ("encode", "cpu"): ("native",),
+    ("encode", "cuda"): ("triton",),
     ("decode", "cuda"): ("triton",),
     ("adc", "cpu"): ("native",),
     ("adc", "cuda"): ("native",),
@@ -105,6 +108,13 @@ def _why_no_kernels() -> str | None:
     except ImportError:
         return "drq_fast.kernels is not installed; run `pip install -e .` in the source tree"
     return None
+
+
+def precision(op: str) -> str:
+    """What Triton's matrix products of float32 use: "tf32x3", or "ieee" with DRQ_FAST_PRECISION=exact."""
+    wanted = os.environ.get("DRQ_FAST_PRECISION") or "fast"
+    checks.choice(op, "DRQ_FAST_PRECISION", wanted, ("fast", "exact"))
+    return "ieee" if wanted == "exact" else "tf32x3"
 
 
 def table(device: str) -> Iterator[tuple[str, str, str]]:

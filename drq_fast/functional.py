@@ -6,14 +6,14 @@ takes `backend=None`: "torch", "native" or "triton" is used or raises BackendUna
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from . import _native, checks, reference
 from . import backend as _backend
-from .autograd import QuantizationLoss
+from .autograd import QuantizationLoss, TritonDistortion
 from .reference import Distortion, Loss, Quantized, SearchResult
 
 __all__ = [
@@ -66,11 +66,13 @@ def distortion(
 
     >>> loss = distortion(x, codebook, scale, gamma=1.0).hard.sum(dim=1).mean()
     """
-    _, D, _ = checks.codec("distortion", codebook, scale, offset)
+    K, D, _ = checks.codec("distortion", codebook, scale, offset)
     checks.vectors("distortion", "x", x, D, codebook.device)
     checks.gamma("distortion", gamma)
-    _backend.choose("distortion", x.device, backend)
-    return reference.distortion(x, codebook, scale, gamma=gamma, offset=offset)
+    unsupported = _unsupported_training(K, gamma, x, codebook, scale, offset)
+    triton = _backend.choose("distortion", x.device, backend, unsupported) == "triton"
+    compute = _triton_distortion if triton else reference.distortion
+    return compute(x, codebook, scale, gamma=gamma, offset=offset)
 
 
 def loss(
@@ -98,16 +100,23 @@ def loss(
     checks.choice("loss", "joint", joint, ("gap", "mse"))
     terms = checks.weights("loss", weights)
     omega = checks.level_weights("loss", level_weights, M)
-    unsupported = _unsupported_levels(K, x, codebook, scale, offset)
-    if isinstance(gamma, Tensor) and gamma.requires_grad:
-        unsupported = "it gives no gradient of gamma"
+    unsupported = _unsupported_training(K, gamma, x, codebook, scale, offset)
     per_level = None if omega is None else torch.tensor(omega, dtype=torch.float32, device=x.device)
-    if _backend.choose("loss", x.device, backend, unsupported) == "native":
+    taken = _backend.choose("loss", x.device, backend, unsupported)
+    if taken == "native":
         ones = torch.ones(M, dtype=torch.float32) if per_level is None else per_level
         with torch.autocast(x.device.type, enabled=False):
             return Loss(*QuantizationLoss.apply(x, codebook, scale, offset, float(gamma), terms, ones, joint))
     return reference.loss(
-        x, codebook, scale, gamma=gamma, offset=offset, weights=terms, level_weights=per_level, joint=joint
+        x,
+        codebook,
+        scale,
+        gamma=gamma,
+        offset=offset,
+        weights=terms,
+        level_weights=per_level,
+        joint=joint,
+        distortion=_triton_distortion if taken == "triton" else reference.distortion,
     )
 
 
@@ -134,8 +143,9 @@ def encode(
     weights = checks.level_weights("encode", level_weights, M)
     omega = None if weights is None else torch.tensor(weights, dtype=torch.float32, device=x.device)
     unsupported = _unsupported_levels(K, x, codebook, scale, offset)
-    native = _backend.choose("encode", x.device, backend, unsupported) == "native"
-    compute = _native.encode if native else reference.encode
+    taken = _backend.choose("encode", x.device, backend, unsupported)
+    compute: Callable[..., Tensor] = reference.encode
+    compute = {"native": _native.encode, "triton": _triton_encode}.get(taken, compute)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         return compute(x, codebook, scale, offset=offset, beam=beam, level_weights=omega)
 
@@ -236,6 +246,30 @@ def search(
     )
 
 
+def _triton_encode(
+    x: Tensor, codebook: Tensor, scale: Tensor, *, offset: Tensor | None, beam: int, level_weights: Tensor | None
+) -> Tensor:
+    from .kernels.beam import encode_beam
+    from .kernels.encode import encode as encode_greedy
+
+    precision = _backend.precision("encode")
+    with torch.cuda.device_of(x):
+        if beam == 1:
+            return encode_greedy(x, codebook, scale, offset=offset, precision=precision)
+        omega = torch.ones(len(scale), device=x.device) if level_weights is None else level_weights
+        weights = {"omega": omega, "still_to_come": reference.still_to_come(omega)}
+        return encode_beam(x, codebook, scale, offset=offset, beam=beam, precision=precision, **weights)
+
+
+def _triton_distortion(
+    x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None
+) -> Distortion:
+    sharpness = torch.as_tensor(gamma, dtype=torch.float32, device=x.device).reshape(1)
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        precision = _backend.precision("distortion")
+        return Distortion(*TritonDistortion.apply(x, codebook, scale, offset, sharpness, precision))
+
+
 def _check_search(
     op: str,
     query: Tensor,
@@ -274,6 +308,12 @@ def _unsupported_levels(K: int, *inputs: Tensor | None) -> str | None:
     if K > _native.MAX_CODEWORDS:
         return f"it forms K x K inner products, and K is above {_native.MAX_CODEWORDS}"
     return _unsupported_at_all(*inputs)
+
+
+def _unsupported_training(K: int, gamma: float | Tensor, *inputs: Tensor | None) -> str | None:
+    if isinstance(gamma, Tensor) and gamma.requires_grad:
+        return "it gives no gradient of gamma"
+    return _unsupported_levels(K, *inputs)
 
 
 def _unsupported_at_all(*inputs: Tensor | None) -> str | None:

@@ -19,6 +19,8 @@ _MAX_GRAM = 8192  # codewords up to which their inner products K x K are formed
 
 # (table [Q, K], codes [N, M], scale [M]) -> sums [Q, N]: `lookup` below, or compiled code that gives the same bits.
 Lookup = Callable[[Tensor, Tensor, Tensor], Tensor]
+# (x, codebook, scale, *, gamma, offset) -> Distortion: `distortion` below, or a fused kernel.
+Distort = Callable[..., "Distortion"]
 
 
 class Quantized(NamedTuple):
@@ -100,18 +102,20 @@ def loss(
     weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
     level_weights: Tensor | None = None,
     joint: str = "gap",
+    distortion: Distort = distortion,
 ) -> Loss:
     """weights . (E_h, E_s, E_j), each per vector of x [N, D], averaged over the batch, and the codes; differentiable.
 
     level_weights [M] weigh the levels within E_h and E_s. joint "gap": E_j = |E_h - E_s|; "mse": the squared distance
     of the two approximations after the last level. An empty batch has loss 0.
     """
-    errors = distortion(x, codebook, scale, gamma=gamma, offset=offset)
-    omega = errors.hard.new_ones(len(scale)) if level_weights is None else level_weights.to(errors.hard)
-    e_hard, e_soft = errors.hard @ omega, errors.soft @ omega
-    e_joint = (e_hard - e_soft).abs() if joint == "gap" else errors.joint[:, -1]
-    total = weights[0] * e_hard + weights[1] * e_soft + weights[2] * e_joint
-    return Loss(total.sum() / torch.sym_max(x.shape[0], 1), errors.codes)
+    with torch.autocast(x.device.type, enabled=False):
+        errors = distortion(x, codebook, scale, gamma=gamma, offset=offset)
+        omega = errors.hard.new_ones(len(scale)) if level_weights is None else level_weights.to(errors.hard)
+        e_hard, e_soft = errors.hard @ omega, errors.soft @ omega
+        e_joint = (e_hard - e_soft).abs() if joint == "gap" else errors.joint[:, -1]
+        total = weights[0] * e_hard + weights[1] * e_soft + weights[2] * e_joint
+        return Loss(total.sum() / torch.sym_max(x.shape[0], 1), errors.codes)
 
 
 def encode(

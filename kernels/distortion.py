@@ -10,11 +10,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .levels import MAX_SCORES, REBASE, Scored, first_smallest, full_float32, power_of_2, residual_scores
+from .distortion_tiled import gradients_tiled, levels_tiled
+from .levels import (
+    MAX_ON_CHIP,
+    MAX_SCORES,
+    REBASE,
+    TILE,
+    LevelGradients,
+    Levels,
+    Scored,
+    first_smallest,
+    full_float32,
+    power_of_2,
+    residual_scores,
+)
 
 _NOISE = 2.0**-36  # a squared distance below this share of ||x||^2 is rounding: the gradient is 0 there
 _ROWS = 16  # vectors of a program
-_SPLITS = 4  # parts of the rows that chose the same codeword
 
 
 @triton.jit
@@ -264,33 +276,25 @@ def distortion_backward_kernel(
     tl.store(ddiagonal + program * KP + k, of_diagonal)
 
 
-@triton.jit(do_not_specialize=["SPLITS"])
-def scatter_kernel(values, order, first, out, K, SPLITS, KP: tl.constexpr, ROWS: tl.constexpr):
+@triton.jit
+def scatter_kernel(values, order, first, out, K, P, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Math:     out[split, b] = sum of values[order[i]] over a part of first[b] <= i < first[b + 1]
-    Tiling:   one program owns one codeword b and one of SPLITS parts of the rows that chose it
-    Memory:   reads every row of values [.., KP] once, writes out [SPLITS, K, KP]
+    Tiling:   one program owns one codeword b, one of SPLITS parts of the rows that chose it, and COLUMNS of P
+    Memory:   reads every row of values [.., P] once, writes out [SPLITS, K, P]
     Numerics: float32, rows added in the order of `order`: no atomics
     """
     b, split = tl.program_id(0), tl.program_id(1)
+    k = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
     begin, end = tl.load(first + b), tl.load(first + b + 1)
     last = begin + (end - begin) * (split + 1) // SPLITS
     begin += (end - begin) * split // SPLITS
-    k = tl.arange(0, KP)
-    total = tl.zeros((KP,), dtype=tl.float32)
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for start in range(begin, last, ROWS):
         i = start + tl.arange(0, ROWS)
         row = tl.load(order + i, mask=i < last, other=0)
-        total += tl.sum(tl.load(values + row[:, None] * KP + k[None, :], mask=(i < last)[:, None], other=0.0), axis=0)
-    tl.store(out + (split.to(tl.int64) * K + b) * KP + k, total)
-
-
-class Levels(NamedTuple):
-    """What the levels leave behind, [N, M] each: codes int64, residuals r_{m+1}, soft (E_s^m)^2, joint J_m."""
-
-    codes: Tensor
-    residuals: Tensor
-    soft: Tensor
-    joint: Tensor
+        some = (i < last)[:, None] & (k < P)[None, :]
+        total += tl.sum(tl.load(values + row[:, None] * P + k[None, :], mask=some, other=0.0), axis=0)
+    tl.store(out + (split.to(tl.int64) * K + b) * P + k, total, mask=k < P)
 
 
 class Gradients(NamedTuple):
@@ -302,21 +306,17 @@ class Gradients(NamedTuple):
 
 
 def codec_of(codebook: Tensor, scale: Tensor) -> Scored:
-    """The codec as both passes want it; its codebook is padded to a power of 2."""
-    return Scored(codebook, scale, power_of_2(len(codebook)))
+    """The codec as both passes want it: on chip its codebook is padded to a power of 2, else to full tiles."""
+    K = len(codebook)
+    return Scored(codebook, scale, power_of_2(K) if K <= MAX_ON_CHIP else triton.cdiv(K, TILE) * TILE)
 
 
 def distortion(h: Tensor, codec: Scored, scores: Tensor, gamma: Tensor, precision: str = "tf32x3") -> Levels:
     """All levels of centred h [N, D] from scores [N, P] and gamma [1]."""
-    (N, M), P = (len(h), len(codec.scale)), codec.P
-    residuals, soft, joint = (torch.empty(N, M, dtype=torch.float32, device=h.device) for _ in range(3))
-    codes = torch.empty(N, M, dtype=torch.int64, device=h.device)
+    compute = _levels if codec.P <= MAX_ON_CHIP else levels_tiled
     norms = h.square().sum(dim=1)
-    for rows in _parts(N, P):
-        scratch = torch.empty(2, rows.stop - rows.start, P, dtype=torch.float32, device=h.device)
-        out = Levels(codes[rows], residuals[rows], soft[rows], joint[rows])
-        _run_levels(h[rows], codec, scores[rows], norms[rows], gamma, scratch[0], scratch[1], out, precision, False)
-    return Levels(codes, residuals, soft, joint)
+    parts = [compute(h[rows], codec, scores[rows], norms[rows], gamma, precision) for rows in _parts(len(h), codec.P)]
+    return Levels(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 
 def distortion_backward(
@@ -331,61 +331,91 @@ def distortion_backward(
     precision: str = "tf32x3",
 ) -> Gradients:
     """Gradients from those of hard = sqrt(residuals), soft = sqrt(soft) and joint, [N, M] each."""
-    (N, D), (M, K, P) = h.shape, (len(codec.scale), codec.K, codec.P)
+    M, K, P = len(codec.scale), codec.K, codec.P
     norms = h.square().sum(dim=1)
     noise = (_NOISE * norms)[:, None]
     alpha = dsoft * _half_over_root(levels.soft, noise)
     eta = dhard * _half_over_root(levels.residuals, noise)
     kappa = alpha + djoint
-    dscores, dnorms = torch.empty_like(scores), torch.empty_like(norms)
-    dgram = torch.zeros(P, P, dtype=torch.float32, device=h.device)
-    dscale = torch.zeros(M, dtype=torch.float64, device=h.device)
-    for rows in _parts(N, M * P):
-        last_scores = scores[rows].clone()
-        deltas, moved = torch.empty(2, rows.stop - rows.start, M, P, dtype=torch.float32, device=h.device)
-        given = Levels(*(column[rows] for column in levels))
-        _run_levels(h[rows], codec, last_scores, norms[rows], gamma, deltas, dscores[rows], given, precision, True)
-        programs = triton.cdiv(len(deltas), _ROWS)
-        ddiagonal = torch.empty(programs, P, dtype=torch.float32, device=h.device)
-        dscales = torch.empty(programs, M, dtype=torch.float32, device=h.device)
-        distortion_backward_kernel[(programs,)](
-            h[rows],
-            codec.codebook,
-            scores[rows],
-            norms[rows],
-            codec.gram,
-            codec.diagonal,
-            codec.scale,
-            gamma,
-            given.codes,
-            given.residuals,
-            alpha[rows],
-            kappa[rows],
-            eta[rows],
-            last_scores,
-            deltas,
-            moved,
-            dscores[rows],
-            dnorms[rows],
-            ddiagonal,
-            dscales,
-            len(deltas),
-            K,
-            D,
-            M,
-            NOISE=_NOISE,
-            **_options(P, precision),
-        )
-        lines = deltas.view(-1, P)
+    dx, dcodebook = torch.empty_like(h), h.new_zeros(P, h.shape[1])
+    dgram, dscale = h.new_zeros(P, P), h.new_zeros(M, dtype=torch.float64)
+    for rows in _parts(len(h), M * P):
+        part = h[rows]
+        inputs = (part, codec, scores[rows], norms[rows], gamma)
+        upstream = (alpha[rows], kappa[rows], eta[rows])
+        if P <= MAX_ON_CHIP:
+            found = _gradients(*inputs, Levels(*(column[rows] for column in levels)), *upstream, precision)
+        else:
+            found = gradients_tiled(*inputs, levels.codes[rows], *upstream, _NOISE, precision)
+        dgram[:K] += _scatter(found.moved, found.codes, K)
+        dgram.diagonal().add_(found.ddiagonal.sum(dim=0))
+        dscale += found.dscale.sum(dim=0, dtype=torch.float64)
         with full_float32():
-            dgram.addmm_((lines * kappa[rows].reshape(-1, 1)).T, lines)
-        dgram[:K] += _scatter(moved.view(-1, P), given.codes.reshape(-1), K)
-        dgram.diagonal().add_(ddiagonal.sum(dim=0))
-        dscale += dscales.sum(dim=0, dtype=torch.float64)
+            dgram.addmm_((found.deltas * found.kappa[:, None]).T, found.deltas)
+            torch.addmm(2 * found.dnorms[:, None] * part, found.dscores, codec.codebook, out=dx[rows])
+            dcodebook.addmm_(found.dscores.T, part)
     with full_float32():
-        dx = torch.addmm(2 * dnorms[:, None] * h, dscores, codec.codebook)
-        dcodebook = torch.addmm(dscores.T @ h, dgram + dgram.T, codec.codebook)[:K]
-    return Gradients(dx, dcodebook, dscale.float())
+        dcodebook.addmm_(dgram + dgram.T, codec.codebook)
+    return Gradients(dx, dcodebook[:K], dscale.float())
+
+
+def _levels(h: Tensor, codec: Scored, scores: Tensor, norms: Tensor, gamma: Tensor, precision: str) -> Levels:
+    N, M = len(h), len(codec.scale)
+    numbers = (h.new_empty(N, M) for _ in range(3))
+    levels = Levels(torch.empty(N, M, dtype=torch.int64, device=h.device), *numbers)
+    delta, scratch = h.new_empty(2, N, codec.P)
+    _run_levels(h, codec, scores, norms, gamma, delta, scratch, levels, precision, again=False)
+    return levels
+
+
+def _gradients(
+    h: Tensor,
+    codec: Scored,
+    scores: Tensor,
+    norms: Tensor,
+    gamma: Tensor,
+    levels: Levels,
+    alpha: Tensor,
+    kappa: Tensor,
+    eta: Tensor,
+    precision: str,
+) -> LevelGradients:
+    (N, M), P = levels.codes.shape, codec.P
+    last_scores, dscores, dnorms = scores.clone(), torch.empty_like(scores), torch.empty_like(norms)
+    deltas, moved = h.new_empty(2, N * M, P)
+    _run_levels(h, codec, last_scores, norms, gamma, deltas, dscores, levels, precision, again=True)
+    programs = triton.cdiv(N, _ROWS)
+    ddiagonal, dscale = h.new_empty(programs, P), h.new_empty(programs, M)
+    distortion_backward_kernel[(programs,)](
+        h,
+        codec.codebook,
+        scores,
+        norms,
+        codec.gram,
+        codec.diagonal,
+        codec.scale,
+        gamma,
+        levels.codes,
+        levels.residuals,
+        alpha,
+        kappa,
+        eta,
+        last_scores,
+        deltas,
+        moved,
+        dscores,
+        dnorms,
+        ddiagonal,
+        dscale,
+        N,
+        codec.K,
+        h.shape[1],
+        M,
+        NOISE=_NOISE,
+        **_options(P, precision),
+    )
+    lines = (deltas, kappa.reshape(-1), moved, levels.codes.reshape(-1))
+    return LevelGradients(*lines, dscores, dnorms, ddiagonal, dscale)
 
 
 def _run_levels(
@@ -398,6 +428,7 @@ def _run_levels(
     scratch: Tensor,
     levels: Levels,
     precision: str,
+    *,
     again: bool,
 ) -> None:
     distortion_kernel[(triton.cdiv(len(h), _ROWS),)](
@@ -430,7 +461,7 @@ def _options(P: int, precision: str) -> dict[str, Any]:
 def _parts(N: int, width: int) -> Iterator[slice]:
     """Slices of 0..N of so many rows that `width` numbers for each fit into memory."""
     step = max(_ROWS, MAX_SCORES // width)
-    return (slice(first, min(first + step, N)) for first in range(0, N, step))
+    return (slice(first, min(first + step, N)) for first in range(0, max(N, 1), step))
 
 
 def _half_over_root(squared: Tensor, noise: Tensor) -> Tensor:
@@ -444,6 +475,21 @@ def _scatter(values: Tensor, codes: Tensor, K: int) -> Tensor:
     P = values.shape[1]
     ordered, order = codes.sort(stable=True)
     first = torch.searchsorted(ordered, torch.arange(K + 1, device=codes.device))
-    out = torch.empty(_SPLITS, K, P, dtype=torch.float32, device=values.device)
-    scatter_kernel[(K, _SPLITS)](values, order, first, out, K, _SPLITS, KP=P, ROWS=16, num_warps=4)
+    splits = 4 if P <= MAX_ON_CHIP else 1  # few codewords alone would not fill a GPU
+    out = values.new_empty(splits, K, P)
+    columns = min(128, P)
+    grid = (K, splits, triton.cdiv(P, columns))
+    scatter_kernel[grid](
+        values,
+        order,
+        first,
+        out,
+        K,
+        P,
+        SPLITS=splits,
+        ROWS=16,
+        COLUMNS=columns,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     return out.sum(dim=0)

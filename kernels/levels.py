@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 import triton
@@ -70,6 +71,28 @@ def first_smallest(key, k, K):
     best = tl.min(key, axis=1)
     place = tl.min(tl.where(key == best[:, None], k[None, :], K), axis=1)
     return best, tl.where(place < K, place, 0)
+
+
+class Levels(NamedTuple):
+    """What the levels leave behind, [N, M] each: codes int64, residuals r_{m+1}, soft (E_s^m)^2, joint J_m."""
+
+    codes: Tensor
+    residuals: Tensor
+    soft: Tensor
+    joint: Tensor
+
+
+class LevelGradients(NamedTuple):
+    """What the recursion over the levels leaves behind; `lines` are all pairs of a vector and a level."""
+
+    deltas: Tensor  # [lines, P]           Delta_m
+    kappa: Tensor  # [lines]
+    moved: Tensor  # [lines, P]            -s_m dL/dt_{m+1}, which belongs to row b_m of dG
+    codes: Tensor  # [lines]               b_m
+    dscores: Tensor  # [N, P]
+    dnorms: Tensor  # [N]
+    ddiagonal: Tensor  # [programs, P]     to be added up
+    dscale: Tensor  # [programs, M]        likewise
 
 
 @contextmanager
