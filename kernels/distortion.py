@@ -24,6 +24,7 @@ from .levels import (
     power_of_2,
     residual_scores,
 )
+from .scatter import scatter
 
 _NOISE = 2.0**-36  # a squared distance below this share of ||x||^2 is rounding: the gradient is 0 there
 _ROWS = 16  # vectors of a program
@@ -121,15 +122,19 @@ def distortion_kernel(
               AGAIN: reads codes, too, replaces scores by t_M, writes delta [N, M, KP]
     Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r come anew from x - xhat
     """
-    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    x, scores, norms, scratch = x + first * D, scores + first * KP, norms + first, scratch + first * KP
+    codes, residuals, soft, joint = codes + first * M, residuals + first * M, soft + first * M, joint + first * M
+    stride = M if AGAIN else 1  # lines of delta a vector
+    step = 1 if AGAIN else 0  # and a level
+    delta += first * stride * KP
+    n = tl.arange(0, ROWS)  # [ROWS], from the first of this program
     k = tl.arange(0, KP)  # [KP]
-    live, inside = n < N, k < K
+    live, inside = n < N - first, k < K
     sharpness = tl.load(gamma)
     norm = tl.load(norms + n, mask=live, other=0.0)
     t = tl.load(scores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)  # [ROWS, KP]
     total = tl.zeros((ROWS, KP), dtype=tl.float32)  # Delta
-    stride = M if AGAIN else 1  # lines of delta a vector and a level
-    step = 1 if AGAIN else 0
     r = norm
     for m in range(M):
         s = tl.load(scale + m)
@@ -166,7 +171,8 @@ def distortion_kernel(
 @triton.jit
 def _residual_at(residuals, norm, n, live, M, m):
     """r_m [ROWS], the squared residual that level m sees."""
-    return tl.where(m > 0, tl.load(residuals + tl.maximum(n * M + m - 1, 0), mask=live, other=0.0), norm)
+    before = tl.load(residuals + tl.maximum(n * M + m - 1, 0), mask=live, other=0.0)
+    return tl.where(m > 0, before, norm)
 
 
 @triton.jit
@@ -219,9 +225,19 @@ def distortion_backward_kernel(
               [programs, M], to be added in order: no atomics
     """
     program = tl.program_id(0).to(tl.int64)
-    n = program * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    first = program * ROWS
+    x, scores, norms, dnorms = x + first * D, scores + first * KP, norms + first, dnorms + first
+    codes, residuals, alpha = codes + first * M, residuals + first * M, alpha + first * M
+    kappa, eta, last_scores, dscores = (
+        kappa + first * M,
+        eta + first * M,
+        last_scores + first * KP,
+        dscores + first * KP,
+    )
+    deltas, dt_out = deltas + first * M * KP, dt_out + first * M * KP
+    n = tl.arange(0, ROWS)  # [ROWS], from the first of this program
     k = tl.arange(0, KP)  # [KP]
-    live, inside = n < N, k < K
+    live, inside = n < N - first, k < K
     sharpness = tl.load(gamma)
     norm = tl.load(norms + n, mask=live, other=0.0)
 
@@ -276,27 +292,6 @@ def distortion_backward_kernel(
     tl.store(ddiagonal + program * KP + k, of_diagonal)
 
 
-@triton.jit
-def scatter_kernel(values, order, first, out, K, P, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Math:     out[split, b] = sum of values[order[i]] over a part of first[b] <= i < first[b + 1]
-    Tiling:   one program owns one codeword b, one of SPLITS parts of the rows that chose it, and COLUMNS of P
-    Memory:   reads every row of values [.., P] once, writes out [SPLITS, K, P]
-    Numerics: float32, rows added in the order of `order`: no atomics
-    """
-    b, split = tl.program_id(0), tl.program_id(1)
-    k = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
-    begin, end = tl.load(first + b), tl.load(first + b + 1)
-    last = begin + (end - begin) * (split + 1) // SPLITS
-    begin += (end - begin) * split // SPLITS
-    total = tl.zeros((COLUMNS,), dtype=tl.float32)
-    for start in range(begin, last, ROWS):
-        i = start + tl.arange(0, ROWS)
-        row = tl.load(order + i, mask=i < last, other=0)
-        some = (i < last)[:, None] & (k < P)[None, :]
-        total += tl.sum(tl.load(values + row[:, None] * P + k[None, :], mask=some, other=0.0), axis=0)
-    tl.store(out + (split.to(tl.int64) * K + b) * P + k, total, mask=k < P)
-
-
 class Gradients(NamedTuple):
     """dx [N, D], dcodebook [K, D], dscale [M], in float32."""
 
@@ -347,7 +342,7 @@ def distortion_backward(
             found = _gradients(*inputs, Levels(*(column[rows] for column in levels)), *upstream, precision)
         else:
             found = gradients_tiled(*inputs, levels.codes[rows], *upstream, _NOISE, precision)
-        dgram[:K] += _scatter(found.moved, found.codes, K)
+        dgram[:K] += scatter(found.moved, found.codes, K)
         dgram.diagonal().add_(found.ddiagonal.sum(dim=0))
         dscale += found.dscale.sum(dim=0, dtype=torch.float64)
         with full_float32():
@@ -468,28 +463,3 @@ def _half_over_root(squared: Tensor, noise: Tensor) -> Tensor:
     """The derivative of the square root; 0 where nothing but rounding is left."""
     some = squared > noise
     return torch.where(some, 0.5 * torch.where(some, squared, 1).rsqrt(), 0)
-
-
-def _scatter(values: Tensor, codes: Tensor, K: int) -> Tensor:
-    """out [K, P]: out[b] = sum of values[i] over all i with codes[i] = b, always in the same order."""
-    P = values.shape[1]
-    ordered, order = codes.sort(stable=True)
-    first = torch.searchsorted(ordered, torch.arange(K + 1, device=codes.device))
-    splits = 4 if P <= MAX_ON_CHIP else 1  # few codewords alone would not fill a GPU
-    out = values.new_empty(splits, K, P)
-    columns = min(128, P)
-    grid = (K, splits, triton.cdiv(P, columns))
-    scatter_kernel[grid](
-        values,
-        order,
-        first,
-        out,
-        K,
-        P,
-        SPLITS=splits,
-        ROWS=16,
-        COLUMNS=columns,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    return out.sum(dim=0)

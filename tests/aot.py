@@ -1,4 +1,4 @@
-"""Compiles Triton kernels ahead of time for GPUs that are not here: `python aot.py 80 90` prints one JSON line each.
+"""Compiles Triton kernels ahead of time for GPUs that are not here: `python aot.py 80,90` prints a JSON line each.
 
 A program of its own, because kernels imported under TRITON_INTERPRET=1 cannot be compiled.
 """
@@ -20,9 +20,10 @@ from triton.compiler import ASTSource
 
 from drq_fast.kernels.beam import beam_errors_kernel, beam_select_kernel
 from drq_fast.kernels.decode import decode_kernel
-from drq_fast.kernels.distortion import distortion_backward_kernel, distortion_kernel, scatter_kernel
+from drq_fast.kernels.distortion import distortion_backward_kernel, distortion_kernel
 from drq_fast.kernels.distortion_tiled import level_backward_kernel, level_kernel
 from drq_fast.kernels.encode import encode_kernel, encode_tiled_kernel
+from drq_fast.kernels.scatter import scatter_kernel
 
 INTEGERS = {"codes": "*i64", "next_codes": "*i32", "order": "*i64", "first": "*i64", "N": "i64"}
 INTEGERS |= dict.fromkeys(("K", "P", "D", "M", "m", "paths", "width"), "i32")
@@ -105,6 +106,6 @@ def compile_kernel(name: str, arch: int) -> dict[str, int | str]:
 
 
 if __name__ == "__main__":
-    for arch in map(int, sys.argv[1:]):
-        for name in JOBS:
+    for arch in map(int, sys.argv[1].split(",")):
+        for name in sys.argv[2:] or JOBS:
             print(json.dumps(compile_kernel(name, arch)), flush=True)
