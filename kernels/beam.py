@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from .levels import REBASE, TILE, Scored, residual_scores
-
-_ON_CHIP = 4096  # candidates of one vector that are selected from in registers
 
 
 @triton.jit(do_not_specialize=["N", "paths", "m"])
@@ -157,6 +157,19 @@ def encode_beam(
     return codes
 
 
+def errors_settings(precision: str) -> dict[str, Any]:
+    """How beam_errors_kernel is compiled."""
+    tiling = {"PRECISION": precision, "ROWS": 16, "TILE": TILE, "COLUMNS": 16}
+    return tiling | {"num_warps": 4, "maxnreg": 255, "enable_fp_fusion": False}
+
+
+def select_settings(candidates: int) -> dict[str, Any]:
+    """How beam_select_kernel is compiled for so many candidates of a vector; up to 4096 are held in registers."""
+    tile = min(4096, triton.next_power_of_2(candidates))
+    tiling = {"ROWS": max(1, 2048 // tile), "TILE": tile}
+    return tiling | {"num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False}
+
+
 def _encode_part(
     h: Tensor, codec: Scored, K: int, beam: int, omega: Tensor, still_to_come: Tensor, precision: str
 ) -> Tensor:
@@ -185,19 +198,13 @@ def _encode_part(
             D,
             M,
             m,
-            PRECISION=precision,
-            ROWS=16,
-            TILE=TILE,
-            COLUMNS=16,
-            num_warps=4,
-            enable_fp_fusion=False,
+            **errors_settings(precision),
         )
         next_costs = torch.empty(N, width, dtype=torch.float32, device=h.device)
         next_residuals = torch.empty_like(next_costs)
         next_codes = torch.zeros(N, width, M, dtype=torch.int32, device=h.device)
-        tile = min(_ON_CHIP, triton.next_power_of_2(paths * P))
-        rows = max(1, _ON_CHIP // 2 // tile)
-        beam_select_kernel[(triton.cdiv(N, rows),)](
+        settings = select_settings(paths * P)
+        beam_select_kernel[(triton.cdiv(N, settings["ROWS"]),)](
             errors,
             costs,
             codes,
@@ -213,10 +220,7 @@ def _encode_part(
             P,
             M,
             m,
-            ROWS=rows,
-            TILE=tile,
-            num_warps=8,
-            enable_fp_fusion=False,
+            **settings,
         )
         paths, costs, residuals, codes = width, next_costs, next_residuals, next_codes
     return codes[:, 0]

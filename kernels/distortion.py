@@ -407,7 +407,7 @@ def _gradients(
         h.shape[1],
         M,
         NOISE=_NOISE,
-        **_options(P, precision),
+        **settings(P, precision),
     )
     lines = (deltas, kappa.reshape(-1), moved, levels.codes.reshape(-1))
     return LevelGradients(*lines, dscores, dnorms, ddiagonal, dscale)
@@ -443,11 +443,12 @@ def _run_levels(
         h.shape[1],
         len(codec.scale),
         AGAIN=again,
-        **_options(codec.P, precision),
+        **settings(codec.P, precision),
     )
 
 
-def _options(P: int, precision: str) -> dict[str, Any]:
+def settings(P: int, precision: str) -> dict[str, Any]:
+    """How both kernels are compiled for P codewords."""
     tiling = {"ROWS": _ROWS, "KP": P, "TILE": min(64, P), "COLUMNS": 16}
     compiler = {"num_warps": 8 if P > 64 else 4, "num_stages": 2, "maxnreg": 255, "enable_fp_fusion": False}
     return {"PRECISION": precision, **tiling, **compiler}

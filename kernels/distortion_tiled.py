@@ -278,7 +278,7 @@ def gradients_tiled(
             M,
             m,
             NOISE=noise,
-            **_options(),
+            **settings(),
         )
     lines = deltas[1:].reshape(-1, P)
     return LevelGradients(
@@ -329,9 +329,10 @@ def _run_level(
         AGAIN=again,
         PRECISION=precision,
         COLUMNS=16,
-        **_options(),
+        **settings(),
     )
 
 
-def _options() -> dict[str, Any]:
+def settings() -> dict[str, Any]:
+    """How both kernels are compiled."""
     return {"ROWS": _ROWS, "TILE": TILE, "num_warps": 8, "num_stages": 2, "maxnreg": 255, "enable_fp_fusion": False}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -47,17 +49,20 @@ def encode_kernel(
               small, and only they, are read again
     Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r come anew from x - xhat
     """
-    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    x, codes = x + first * D, codes + first * M
+    n = tl.arange(0, ROWS)  # [ROWS], from the first of this program
     k = tl.arange(0, KP)  # [KP]
+    live = n < N - first
     t, norm = residual_scores(
-        x, offset, codebook, scale, codes, n, n, n < N, k, K, D, M, 0, HAS_OFFSET, NARROW, COLUMNS, PRECISION
+        x, offset, codebook, scale, codes, n, n, live, k, K, D, M, 0, HAS_OFFSET, NARROW, COLUMNS, PRECISION
     )
     r = norm
     for m in range(M):
         s = tl.load(scale + m).to(tl.float32)
         bias = tl.where(k < K, s * s * tl.load(diagonal + k), float("inf"))
         best, b = first_smallest(bias[None, :] - 2 * s * t, k, K)
-        tl.store(codes + n * M + m, b, mask=n < N)
+        tl.store(codes + n * M + m, b, mask=live)
         r += best
         if m + 1 < M:
             t -= s * tl.load(gram + b[:, None] * KP + k[None, :])
@@ -72,7 +77,7 @@ def encode_kernel(
                     codes,
                     n,
                     n,
-                    n < N,
+                    live,
                     k,
                     K,
                     D,
@@ -112,8 +117,11 @@ def encode_tiled_kernel(
     Memory:   reads and writes its scores, in place, and reads a row of G a level
     Numerics: as encode_kernel; an earlier tile wins a tie
     """
-    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    norm = tl.load(norms + n, mask=n < N, other=0.0)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    x, codes, scores, norms = x + first * D, codes + first * M, scores + first * P, norms + first
+    n = tl.arange(0, ROWS)  # [ROWS], from the first of this program
+    live = n < N - first
+    norm = tl.load(norms + n, mask=live, other=0.0)
     r = norm
     b = tl.zeros((ROWS,), dtype=tl.int32)
     s_before = 0.0
@@ -126,22 +134,22 @@ def encode_tiled_kernel(
         for start in range(0, P, TILE):
             k = start + tl.arange(0, TILE)  # [TILE]
             here = scores + n[:, None] * P + k[None, :]
-            t = tl.load(here, mask=(n < N)[:, None], other=0.0)  # [ROWS, TILE]
+            t = tl.load(here, mask=live[:, None], other=0.0)  # [ROWS, TILE]
             if m > 0:
                 t -= s_before * tl.load(gram + b[:, None] * P + k[None, :])
                 if rebase:
                     fresh, fresh_r = residual_scores(
-                        x, x, codebook, scale, codes, n, n, n < N, k, K, D, M, m, False, False, COLUMNS, PRECISION
+                        x, x, codebook, scale, codes, n, n, live, k, K, D, M, m, False, False, COLUMNS, PRECISION
                     )
                     t = tl.where(small[:, None], fresh, t)
                     r = tl.where(small, fresh_r, r)
-                tl.store(here, t, mask=(n < N)[:, None])
+                tl.store(here, t, mask=live[:, None])
             bias = tl.where(k < K, s * s * tl.load(diagonal + k), float("inf"))
             tile_best, place = first_smallest(bias[None, :] - 2 * s * t, k, K)
             chosen = tl.where(tile_best < best, place, chosen)
             best = tl.where(tile_best < best, tile_best, best)
         b, s_before, r = chosen, s, r + best
-        tl.store(codes + n * M + m, b, mask=n < N)
+        tl.store(codes + n * M + m, b, mask=live)
         tl.debug_barrier()  # scores and codes are in memory for all threads of this program
 
 
@@ -158,8 +166,8 @@ def encode(
     x, codebook, KP = x.contiguous(), codebook.contiguous(), power_of_2(K)
     inner = padded(gram(codebook), KP)
     narrow = x.dtype == codebook.dtype != torch.float32 and offset is None and not INTERPRETED
-    rows = min(64, 8192 // KP)
-    encode_kernel[(triton.cdiv(N, rows),)](
+    settings = on_chip_settings(KP, precision, narrow)
+    encode_kernel[(triton.cdiv(N, settings["ROWS"]),)](
         x,
         x if offset is None else offset.contiguous(),
         codebook,
@@ -172,15 +180,22 @@ def encode(
         D,
         M,
         HAS_OFFSET=offset is not None,
-        NARROW=narrow,
-        PRECISION=precision,
-        ROWS=rows,
-        KP=KP,
-        COLUMNS=16,
-        num_warps=8 if rows * KP == 8192 else 4,
-        enable_fp_fusion=False,
+        **settings,
     )
     return codes
+
+
+def on_chip_settings(KP: int, precision: str, narrow: bool) -> dict[str, Any]:
+    """How encode_kernel is compiled for KP codewords: as many rows as fit without spilling registers."""
+    rows = min(64, (4096 if precision == "ieee" else 8192) // KP)
+    tiling = {"NARROW": narrow, "PRECISION": precision, "ROWS": rows, "KP": KP, "COLUMNS": 16}
+    return tiling | {"num_warps": 8 if KP > 64 else 4, "maxnreg": 255, "enable_fp_fusion": False}
+
+
+def tiled_settings(precision: str) -> dict[str, Any]:
+    """How encode_tiled_kernel is compiled."""
+    tiling = {"PRECISION": precision, "ROWS": 16, "TILE": TILE, "COLUMNS": 16}
+    return tiling | {"num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False}
 
 
 def _encode_tiled(
@@ -203,11 +218,6 @@ def _encode_tiled(
             codec.P,
             h.shape[1],
             M,
-            PRECISION=precision,
-            ROWS=16,
-            TILE=TILE,
-            COLUMNS=16,
-            num_warps=8,
-            enable_fp_fusion=False,
+            **tiled_settings(precision),
         )
     return codes

@@ -18,11 +18,9 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from drq_fast.kernels.beam import beam_errors_kernel, beam_select_kernel
+from drq_fast.kernels import beam, distortion, distortion_tiled, encode
 from drq_fast.kernels.decode import decode_kernel
-from drq_fast.kernels.distortion import distortion_backward_kernel, distortion_kernel
-from drq_fast.kernels.distortion_tiled import level_backward_kernel, level_kernel
-from drq_fast.kernels.encode import encode_kernel, encode_tiled_kernel
+from drq_fast.kernels.encode import encode_kernel
 from drq_fast.kernels.scatter import scatter_kernel
 
 INTEGERS = {"codes": "*i64", "next_codes": "*i32", "order": "*i64", "first": "*i64", "N": "i64"}
@@ -31,62 +29,63 @@ NOT_ALIGNED = ("N", "M", "m", "paths", "width")  # numbers that are not told to 
 
 
 class Job(NamedTuple):
-    """A kernel as its launcher compiles it; types: of arguments that are not float32 or in INTEGERS."""
+    """A kernel, and what its launcher compiles it with. types: of arguments that are not float32 or in INTEGERS; odd:
+    sizes that are no multiple of 16."""
 
     kernel: object
-    constants: dict
-    options: dict
-    types: dict = {}  # noqa: RUF012
+    settings: dict
+    types: dict
+    odd: tuple[str, ...] = ()
 
 
-def encode_job(dtype: str, precision: str, KP: int, rows: int, warps: int, narrow: bool = False) -> Job:
+def encode_job(dtype: str, settings: dict, odd: tuple[str, ...] = ()) -> Job:
     types = {"x": dtype, "codebook": dtype, "offset": dtype, "codes": "*u8"}
-    constants = {"HAS_OFFSET": not narrow, "NARROW": narrow, "PRECISION": precision, "ROWS": rows, "KP": KP}
-    return Job(encode_kernel, constants | {"COLUMNS": 16}, {"num_warps": warps}, types)
+    return Job(encode_kernel, {"HAS_OFFSET": not settings["NARROW"]} | settings, types, odd)
 
 
-ROOMY = {"num_warps": 8, "num_stages": 2, "maxnreg": 255}
-TILES = {"ROWS": 16, "TILE": 128, "COLUMNS": 16}
-ON_CHIP = {"ROWS": 16, "KP": 256, "TILE": 64, "COLUMNS": 16}
-INT_CODES = {"codes": "*i32"}
+PLAIN = {"num_warps": 4, "enable_fp_fusion": False}
+FAST, EXACT = "tf32x3", "ieee"
+NOISE = {"NOISE": 2.0**-36}
+LEVEL = distortion_tiled.settings() | {"PRECISION": FAST, "COLUMNS": 16}
+INT = {"codes": "*i32"}
 JOBS = {
-    "decode": Job(
-        decode_kernel, {"M": 4, "HAS_OFFSET": True, "ROWS": 8, "COLUMNS": 128}, {"num_warps": 4}, {"codes": "*u8"}
-    ),
-    "encode float32": encode_job("*fp32", "tf32x3", 256, 32, 8),
-    "encode float32 exact": encode_job("*fp32", "ieee", 256, 32, 8),
-    "encode bfloat16": encode_job("*bf16", "tf32x3", 256, 32, 8, narrow=True),
-    "encode float16": encode_job("*fp16", "tf32x3", 256, 32, 8, narrow=True),
-    "encode float32 K=64": encode_job("*fp32", "tf32x3", 64, 64, 4),
-    "encode_tiled": Job(encode_tiled_kernel, TILES | {"PRECISION": "tf32x3"}, {"num_warps": 8}, INT_CODES),
-    "encode_tiled exact": Job(encode_tiled_kernel, TILES | {"PRECISION": "ieee"}, {"num_warps": 8}, INT_CODES),
-    "beam_errors": Job(beam_errors_kernel, TILES | {"PRECISION": "tf32x3"}, {"num_warps": 4}, INT_CODES),
-    "beam_select": Job(beam_select_kernel, {"ROWS": 1, "TILE": 4096}, {"num_warps": 8}, INT_CODES),
-    "beam_select narrow": Job(beam_select_kernel, {"ROWS": 4, "TILE": 512}, {"num_warps": 8}, INT_CODES),
-    "distortion": Job(distortion_kernel, ON_CHIP | {"AGAIN": False, "PRECISION": "tf32x3"}, ROOMY),
-    "distortion exact": Job(distortion_kernel, ON_CHIP | {"AGAIN": False, "PRECISION": "ieee"}, ROOMY),
-    "distortion again": Job(distortion_kernel, ON_CHIP | {"AGAIN": True, "PRECISION": "tf32x3"}, ROOMY),
-    "distortion_backward": Job(distortion_backward_kernel, ON_CHIP | {"NOISE": 2.0**-36, "PRECISION": "tf32x3"}, ROOMY),
+    "decode": Job(decode_kernel, {"M": 4, "HAS_OFFSET": True, "ROWS": 8, "COLUMNS": 128} | PLAIN, {"codes": "*u8"}),
+    "encode float32": encode_job("*fp32", encode.on_chip_settings(256, FAST, False)),
+    "encode float32 odd": encode_job("*fp32", encode.on_chip_settings(256, FAST, False), odd=("K", "D")),
+    "encode float32 exact": encode_job("*fp32", encode.on_chip_settings(256, EXACT, False), odd=("K", "D")),
+    "encode bfloat16": encode_job("*bf16", encode.on_chip_settings(256, FAST, True)),
+    "encode float16": encode_job("*fp16", encode.on_chip_settings(256, FAST, True)),
+    "encode float32 K=64": encode_job("*fp32", encode.on_chip_settings(64, FAST, False)),
+    "encode_tiled": Job(encode.encode_tiled_kernel, encode.tiled_settings(FAST), INT),
+    "encode_tiled exact": Job(encode.encode_tiled_kernel, encode.tiled_settings(EXACT), INT),
+    "beam_errors": Job(beam.beam_errors_kernel, beam.errors_settings(FAST), INT),
+    "beam_select": Job(beam.beam_select_kernel, beam.select_settings(16 * 256), INT),
+    "beam_select small": Job(beam.beam_select_kernel, beam.select_settings(4 * 128), INT),
+    "distortion": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | {"AGAIN": False}, {}),
+    "distortion exact": Job(distortion.distortion_kernel, distortion.settings(256, EXACT) | {"AGAIN": False}, {}),
+    "distortion again": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | {"AGAIN": True}, {}),
+    "distortion_backward": Job(distortion.distortion_backward_kernel, distortion.settings(256, FAST) | NOISE, {}),
     "distortion_backward exact": Job(
-        distortion_backward_kernel, ON_CHIP | {"NOISE": 2.0**-36, "PRECISION": "ieee"}, ROOMY
+        distortion.distortion_backward_kernel, distortion.settings(256, EXACT) | NOISE, {}
     ),
-    "level": Job(level_kernel, TILES | {"AGAIN": False, "PRECISION": "tf32x3"}, ROOMY),
-    "level again": Job(level_kernel, TILES | {"AGAIN": True, "PRECISION": "tf32x3"}, ROOMY),
-    "level_backward": Job(level_backward_kernel, {"NOISE": 2.0**-36, "ROWS": 16, "TILE": 128}, ROOMY),
-    "scatter": Job(scatter_kernel, {"SPLITS": 4, "ROWS": 16, "COLUMNS": 128}, {"num_warps": 4}),
+    "level": Job(distortion_tiled.level_kernel, LEVEL | {"AGAIN": False}, {}),
+    "level again": Job(distortion_tiled.level_kernel, LEVEL | {"AGAIN": True}, {}),
+    "level_backward": Job(distortion_tiled.level_backward_kernel, distortion_tiled.settings() | NOISE, {}),
+    "scatter": Job(scatter_kernel, {"SPLITS": 4, "ROWS": 16, "COLUMNS": 128} | PLAIN, {}),
 }
 
 
 def compile_kernel(name: str, arch: int) -> dict[str, int | str]:
     """Registers a thread, bytes spilled and bytes of shared memory a block, as ptxas and triton report them."""
-    kernel, constants, options, types = JOBS[name]
+    kernel, settings, types, odd = JOBS[name]
+    constants = {argument: settings[argument] for argument in kernel.arg_names if argument in settings}
+    options = {option: value for option, value in settings.items() if option not in constants}
     arguments = [argument for argument in kernel.arg_names if argument not in constants]
     signature = {argument: (INTEGERS | types).get(argument, "*fp32") for argument in arguments}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, argument in enumerate(arguments) if argument not in NOT_ALIGNED}
-    described = ASTSource(
-        kernel, signature | dict.fromkeys(constants, "constexpr"), constexprs=constants, attrs=aligned
-    )
-    options = {"enable_fp_fusion": False} | options
+    signature |= dict.fromkeys(constants, "constexpr")
+    unaligned = NOT_ALIGNED + odd
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(arguments) if name not in unaligned}
+    described = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     compiled = triton.compile(described, target=GPUTarget("cuda", arch, 32), options=options)
     ptx = compiled.asm["ptx"]
     target = re.search(r"\.target (\w+)", ptx).group(1)
