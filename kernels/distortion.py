@@ -32,9 +32,19 @@ _ROWS = 16  # vectors of a program
 
 @triton.jit
 def _times_gram(
-    delta, gram, out, row, n, live, KP: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr
+    delta,
+    gram,
+    out,
+    row,
+    n,
+    live,
+    STORE: tl.constexpr,
+    KP: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
-    """<delta[row] G, delta[row]> [ROWS]; delta[row] G itself [ROWS, KP] goes to out[n], TILE columns at a time."""
+    """<delta[row] G, delta[row]> [ROWS]; STORE: delta[row] G itself [ROWS, KP] goes to out[n]."""
     inner = tl.zeros((n.shape[0],), dtype=tl.float32)
     for first in range(0, KP, TILE):
         k = first + tl.arange(0, TILE)  # [TILE]
@@ -46,7 +56,8 @@ def _times_gram(
             product = tl.dot(piece, block, acc=product, input_precision=PRECISION)
         same = tl.load(delta + row[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
         inner += tl.sum(product * same, axis=1)
-        tl.store(out + n[:, None] * KP + k[None, :], product, mask=live[:, None])
+        if STORE:
+            tl.store(out + n[:, None] * KP + k[None, :], product, mask=live[:, None])
     return inner
 
 
@@ -117,8 +128,8 @@ def distortion_kernel(
     """Math:     b_m, p_m, r_{m+1}, J_m = Delta_m G Delta_m^T and (E_s^m)^2 = r_{m+1} - 2 <Delta_m, t_{m+1}> + J_m,
               docs/math.md section 3. AGAIN: codes are given, and Delta_m and t_M are all that is wanted
     Tiling:   one program owns ROWS vectors, all their scores and all M levels; Delta G is a product inside it
-    Memory:   reads the scores once and G once a level (from L2); through delta and scratch [N, KP] numbers pass from
-              threads that hold them to threads that multiply them; writes codes and three numbers a level.
+    Memory:   reads the scores once and G once a level (from L2); through delta [N, KP], and scratch where rows start
+              anew, numbers pass between threads; writes codes and three numbers a level.
               AGAIN: reads codes, too, replaces scores by t_M, writes delta [N, M, KP]
     Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r come anew from x - xhat
     """
@@ -159,7 +170,7 @@ def distortion_kernel(
             t = tl.where(small[:, None], fresh, t)
             r = tl.where(small, fresh_r, r)
         if not AGAIN:
-            squared = _times_gram(delta, gram, scratch, n, n, live, KP, TILE, COLUMNS, PRECISION)
+            squared = _times_gram(delta, gram, scratch, n, n, live, False, KP, TILE, COLUMNS, PRECISION)
             tl.store(residuals + n * M + m, r, mask=live)
             tl.store(joint + n * M + m, squared, mask=live)
             tl.store(soft + n * M + m, r - 2 * tl.sum(total * t, axis=1) + squared, mask=live)
@@ -251,7 +262,7 @@ def distortion_backward_kernel(
         s = tl.load(scale + m)
         by_soft = tl.load(alpha + n * M + m, mask=live, other=0.0)
         a -= 2 * by_soft[:, None] * t  # t_{m+1}
-        _times_gram(deltas, gram, dscores, n * M + m, n, live, KP, TILE, COLUMNS, PRECISION)
+        _times_gram(deltas, gram, dscores, n * M + m, n, live, True, KP, TILE, COLUMNS, PRECISION)
         tl.debug_barrier()
         product = tl.load(dscores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
         a += 2 * tl.load(kappa + n * M + m, mask=live, other=0.0)[:, None] * product

@@ -1,0 +1,51 @@
+"""Every Triton kernel compiles for GPUs that are not here: no spills, registers and shared memory within a budget."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# name in aot.py -> (registers a thread, bytes of shared memory a block), the most on any architecture
+BUDGET = {
+    "decode": (64, 1024),
+    "encode float32": (224, 40960),
+    "encode float32 odd": (255, 40960),
+    "encode float32 exact": (255, 40960),
+    "encode bfloat16": (216, 20480),
+    "encode float16": (216, 20480),
+    "encode float32 K=64": (240, 25600),
+    "encode_tiled": (152, 8192),
+    "encode_tiled exact": (160, 9216),
+    "beam_errors": (152, 8192),
+    "beam_select": (255, 16384),
+    "beam_select small": (184, 16384),
+    "distortion": (192, 6144),
+    "distortion exact": (208, 6144),
+    "distortion again": (176, 6144),
+    "distortion_backward": (255, 6144),
+    "distortion_backward exact": (255, 6144),
+    "level": (152, 8192),
+    "level again": (152, 8192),
+    "level_backward": (112, 4096),
+    "scatter": (64, 2048),
+}
+
+
+@pytest.mark.parametrize("arch", ["80", *(pytest.param(a, marks=pytest.mark.slow) for a in ("90", "100", "120"))])
+def test_triton_compiles_within_the_budget_and_without_spills(arch):
+    pytest.importorskip("triton")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("aot.py")), arch]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    rows = {row["kernel"]: row for row in map(json.loads, result.stdout.splitlines())}
+    assert rows.keys() == BUDGET.keys()
+    for name, (registers, shared) in BUDGET.items():
+        assert rows[name]["spilled"] == 0, rows[name]
+        assert rows[name]["registers"] <= registers, rows[name]
+        assert rows[name]["shared"] <= shared, rows[name]
