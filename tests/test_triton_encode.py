@@ -91,10 +91,10 @@ def test_ties_go_to_the_smaller_code(codec):
 
 @pytest.mark.parametrize(("K", "beam"), [(64, 1), (300, 1), (64, 2)])
 def test_small_residuals_are_rebased(K, beam):
-    """x = C[a] + C[b] / 1000: in score space the second level would see little but rounding errors of the first."""
+    """x = C[a] + C[b] / 100,000: in score space the second level would see little but rounding errors of the first."""
     codebook = torch.randn(K, 32, generator=torch.Generator().manual_seed(0)) + 10
     wanted = torch.stack([torch.arange(20), torch.arange(20).flip(0)], dim=1)
-    scale = torch.tensor([1.0, 1e-3])
+    scale = torch.tensor([1.0, 1e-5])
     x = reference.decode(wanted, codebook.double(), scale.double()).float()
     codes = encode(x.to(DEVICE), codebook.to(DEVICE), scale.to(DEVICE), beam=beam)
     assert torch.equal(codes.long().cpu(), wanted)
