@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -69,7 +70,6 @@ class TritonDistortion(torch.autograd.Function):
         ctx.save_for_backward(x, codebook, scale, offset, gamma, scores, *levels)
         ctx.precision = precision
         ctx.mark_non_differentiable(levels.codes)
-        ctx.set_materialize_grads(True)
         roots = (levels.residuals.clamp_min(0).sqrt(), levels.soft.clamp_min(0).sqrt())
         return *roots, levels.joint.clamp_min(0), levels.codes
 
@@ -92,9 +92,48 @@ class TritonDistortion(torch.autograd.Function):
                 djoint,
                 ctx.precision,
             )
-        doffset = None if offset is None else -gradients.dx.sum(dim=0).to(offset.dtype)
-        inputs = (x, codebook, scale)
-        return *(g.to(t.dtype) for g, t in zip(gradients, inputs, strict=True)), doffset, None, None
+        return *_like_inputs(gradients, x, codebook, scale, offset), None, None
+
+
+class TritonQuantize(torch.autograd.Function):
+    """`reference.quantize` by the Triton kernels, without the offset added back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, gamma: Tensor, precision: str
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(soft [N, D], hard [N, D], codes [N, M] int64); gamma [1]."""
+        from .kernels import distortion, quantize
+
+        codec, h = distortion.codec_of(codebook, scale), _centred(x, offset)
+        scores = codec.scores(h)
+        choices = quantize.choose(h, codec, scores, gamma, precision)
+        ctx.save_for_backward(x, codebook, scale, offset, gamma, scores, *choices)
+        ctx.precision = precision
+        ctx.mark_non_differentiable(choices.codes)
+        return *quantize.approximations(codec, choices), choices.codes
+
+    @staticmethod
+    def backward(ctx: Any, dsoft: Tensor, dhard: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, codebook, scale and offset."""
+        _refuse_second_derivatives("quantize")
+        from .kernels import distortion, quantize
+
+        x, codebook, scale, offset, gamma, scores, *columns = ctx.saved_tensors
+        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+            codec, choices = distortion.codec_of(codebook, scale), quantize.Choices(*columns)
+            inputs = (_centred(x, offset), codec, scores, gamma, choices)
+            gradients = quantize.quantize_backward(*inputs, dsoft, dhard, ctx.precision)
+        return *_like_inputs(gradients, x, codebook, scale, offset), None, None
+
+
+def _like_inputs(
+    gradients: Iterable[Tensor], x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """dx, dcodebook, dscale, and of the offset in x - offset, in the dtypes of the inputs."""
+    dx, dcodebook, dscale = gradients
+    doffset = None if offset is None else -dx.sum(dim=0).to(offset.dtype)
+    return dx.to(x.dtype), dcodebook.to(codebook.dtype), dscale.to(scale.dtype), doffset
 
 
 def _centred(x: Tensor, offset: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ OPERATIONS = ("quantize", "distortion", "loss", "encode", "decode", "adc", "sear
 
 # (operation, device type) -> the backends that implement it beside "torch", the fastest first.
 FASTER: dict[tuple[str, str], tuple[str, ...]] = {
+    ("quantize", "cuda"): ("triton",),
     ("distortion", "cuda"): ("triton",),
     ("loss", "cpu"): ("native",),
     ("loss", "cuda"): ("triton",),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import _native, checks, reference
 from . import backend as _backend
-from .autograd import QuantizationLoss, TritonDistortion
+from .autograd import QuantizationLoss, TritonDistortion, TritonQuantize
 from .reference import Distortion, Loss, Quantized, SearchResult
 
 __all__ = [
@@ -44,10 +44,12 @@ def quantize(
 
     >>> soft, hard, codes = quantize(x, codebook, scale, gamma=1.0)
     """
-    _, D, _ = checks.codec("quantize", codebook, scale, offset)
+    K, D, _ = checks.codec("quantize", codebook, scale, offset)
     checks.vectors("quantize", "x", x, D, codebook.device)
     checks.gamma("quantize", gamma)
-    _backend.choose("quantize", x.device, backend)
+    unsupported = _unsupported_training(K, gamma, x, codebook, scale, offset)
+    if _backend.choose("quantize", x.device, backend, unsupported) == "triton":
+        return _triton_quantize(x, codebook, scale, gamma=gamma, offset=offset)
     return reference.quantize(x, codebook, scale, gamma=gamma, offset=offset)
 
 
@@ -268,6 +270,17 @@ def _triton_distortion(
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
         precision = _backend.precision("distortion")
         return Distortion(*TritonDistortion.apply(x, codebook, scale, offset, sharpness, precision))
+
+
+def _triton_quantize(
+    x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None
+) -> Quantized:
+    sharpness = torch.as_tensor(gamma, dtype=torch.float32, device=x.device).reshape(1)
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        precision = _backend.precision("quantize")
+        soft, hard, codes = TritonQuantize.apply(x, codebook, scale, offset, sharpness, precision)
+        shift = 0 if offset is None else offset.float()
+        return Quantized((soft + shift).to(x.dtype), (hard + shift).to(x.dtype), codes)
 
 
 def _check_search(

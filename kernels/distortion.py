@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -24,9 +24,9 @@ from .levels import (
     power_of_2,
     residual_scores,
 )
-from .scatter import scatter
+from .totals import Gradients, Totals
 
-_NOISE = 2.0**-36  # a squared distance below this share of ||x||^2 is rounding: the gradient is 0 there
+NOISE = 2.0**-36  # a squared distance below this share of ||x||^2 is rounding: the gradient is 0 there
 _ROWS = 16  # vectors of a program
 
 
@@ -119,6 +119,7 @@ def distortion_kernel(
     D,
     M,
     AGAIN: tl.constexpr,
+    ERRORS: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     KP: tl.constexpr,
@@ -126,7 +127,8 @@ def distortion_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Math:     b_m, p_m, r_{m+1}, J_m = Delta_m G Delta_m^T and (E_s^m)^2 = r_{m+1} - 2 <Delta_m, t_{m+1}> + J_m,
-              docs/math.md section 3. AGAIN: codes are given, and Delta_m and t_M are all that is wanted
+              docs/math.md section 3. AGAIN: codes are given, and Delta_m and t_M are all that is wanted. Without
+              ERRORS: codes, r_{m+1} and the last Delta
     Tiling:   one program owns ROWS vectors, all their scores and all M levels; Delta G is a product inside it
     Memory:   reads the scores once and G once a level (from L2); through delta [N, KP], and scratch where rows start
               anew, numbers pass between threads; writes codes and three numbers a level.
@@ -170,8 +172,9 @@ def distortion_kernel(
             t = tl.where(small[:, None], fresh, t)
             r = tl.where(small, fresh_r, r)
         if not AGAIN:
-            squared = _times_gram(delta, gram, scratch, n, n, live, False, KP, TILE, COLUMNS, PRECISION)
             tl.store(residuals + n * M + m, r, mask=live)
+        if ERRORS:
+            squared = _times_gram(delta, gram, scratch, n, n, live, False, KP, TILE, COLUMNS, PRECISION)
             tl.store(joint + n * M + m, squared, mask=live)
             tl.store(soft + n * M + m, r - 2 * tl.sum(total * t, axis=1) + squared, mask=live)
         tl.debug_barrier()  # what this level left in memory has been read
@@ -221,6 +224,7 @@ def distortion_backward_kernel(
     D,
     M,
     NOISE: tl.constexpr,
+    ERRORS: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     KP: tl.constexpr,
@@ -228,7 +232,7 @@ def distortion_backward_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Math:     the recursion at the end of docs/math.md section 3; alpha, kappa and eta [N, M] are dL/d(E_s^m)^2, that
-              plus dL/dJ_m, and dL/dr_{m+1}
+              plus dL/dJ_m, and dL/dr_{m+1}. Without ERRORS they are 0, and dscores holds dL/dDelta_{M-1} at first
     Tiling:   one program owns ROWS vectors, all their scores and all M levels, from the last to the first
     Memory:   reads scores, t_M, deltas [N, M, KP], and G once a level (from L2); writes dscores, dnorms, and -s_m
               dL/dt_{m+1} [N, M, KP] for scatter_kernel
@@ -254,22 +258,25 @@ def distortion_backward_kernel(
 
     t = tl.load(last_scores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)  # [ROWS, KP], t_M
     a = tl.zeros((ROWS, KP), dtype=tl.float32)  # dL/dDelta
+    if not ERRORS:
+        a = tl.load(dscores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
     dt = tl.zeros((ROWS, KP), dtype=tl.float32)
     rho = tl.zeros((ROWS,), dtype=tl.float32)  # dL/dr
     of_diagonal = tl.zeros((KP,), dtype=tl.float32)
     for up in range(M):
         m = M - 1 - up
         s = tl.load(scale + m)
-        by_soft = tl.load(alpha + n * M + m, mask=live, other=0.0)
-        a -= 2 * by_soft[:, None] * t  # t_{m+1}
-        _times_gram(deltas, gram, dscores, n * M + m, n, live, True, KP, TILE, COLUMNS, PRECISION)
-        tl.debug_barrier()
-        product = tl.load(dscores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
-        a += 2 * tl.load(kappa + n * M + m, mask=live, other=0.0)[:, None] * product
         here = (n * M + m)[:, None] * KP + k[None, :]
-        dt -= 2 * by_soft[:, None] * tl.load(deltas + here, mask=live[:, None], other=0.0)
+        if ERRORS:
+            by_soft = tl.load(alpha + n * M + m, mask=live, other=0.0)
+            a -= 2 * by_soft[:, None] * t  # t_{m+1}
+            _times_gram(deltas, gram, dscores, n * M + m, n, live, True, KP, TILE, COLUMNS, PRECISION)
+            tl.debug_barrier()
+            product = tl.load(dscores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
+            a += 2 * tl.load(kappa + n * M + m, mask=live, other=0.0)[:, None] * product
+            dt -= 2 * by_soft[:, None] * tl.load(deltas + here, mask=live[:, None], other=0.0)
+            rho += by_soft + tl.load(eta + n * M + m, mask=live, other=0.0)
         tl.store(dt_out + here, -s * dt, mask=live[:, None])
-        rho += by_soft + tl.load(eta + n * M + m, mask=live, other=0.0)
         b = tl.load(codes + n * M + m, mask=live, other=0).to(tl.int32)
         ds = -tl.sum(dt * tl.load(gram + b[:, None] * KP + k[None, :]), axis=1)
 
@@ -303,14 +310,6 @@ def distortion_backward_kernel(
     tl.store(ddiagonal + program * KP + k, of_diagonal)
 
 
-class Gradients(NamedTuple):
-    """dx [N, D], dcodebook [K, D], dscale [M], in float32."""
-
-    dx: Tensor
-    dcodebook: Tensor
-    dscale: Tensor
-
-
 def codec_of(codebook: Tensor, scale: Tensor) -> Scored:
     """The codec as both passes want it: on chip its codebook is padded to a power of 2, else to full tiles."""
     K = len(codebook)
@@ -319,10 +318,10 @@ def codec_of(codebook: Tensor, scale: Tensor) -> Scored:
 
 def distortion(h: Tensor, codec: Scored, scores: Tensor, gamma: Tensor, precision: str = "tf32x3") -> Levels:
     """All levels of centred h [N, D] from scores [N, P] and gamma [1]."""
-    compute = _levels if codec.P <= MAX_ON_CHIP else levels_tiled
     norms = h.square().sum(dim=1)
-    parts = [compute(h[rows], codec, scores[rows], norms[rows], gamma, precision) for rows in _parts(len(h), codec.P)]
-    return Levels(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
+    compute = run_levels if codec.P <= MAX_ON_CHIP else levels_tiled
+    found = [compute(h[r], codec, scores[r], norms[r], gamma, precision)[0] for r in parts(len(h), codec.P)]
+    return Levels(*(torch.cat(columns) for columns in zip(*found, strict=True)))
 
 
 def distortion_backward(
@@ -337,59 +336,59 @@ def distortion_backward(
     precision: str = "tf32x3",
 ) -> Gradients:
     """Gradients from those of hard = sqrt(residuals), soft = sqrt(soft) and joint, [N, M] each."""
-    M, K, P = len(codec.scale), codec.K, codec.P
-    norms = h.square().sum(dim=1)
-    noise = (_NOISE * norms)[:, None]
+    M, norms = len(codec.scale), h.square().sum(dim=1)
+    noise = (NOISE * norms)[:, None]
     alpha = dsoft * _half_over_root(levels.soft, noise)
     eta = dhard * _half_over_root(levels.residuals, noise)
     kappa = alpha + djoint
-    dx, dcodebook = torch.empty_like(h), h.new_zeros(P, h.shape[1])
-    dgram, dscale = h.new_zeros(P, P), h.new_zeros(M, dtype=torch.float64)
-    for rows in _parts(len(h), M * P):
-        part = h[rows]
-        inputs = (part, codec, scores[rows], norms[rows], gamma)
+    totals = Totals(h, codec)
+    for rows in parts(len(h), M * codec.P):
+        inputs = (h[rows], codec, scores[rows], norms[rows], gamma)
         upstream = (alpha[rows], kappa[rows], eta[rows])
-        if P <= MAX_ON_CHIP:
-            found = _gradients(*inputs, Levels(*(column[rows] for column in levels)), *upstream, precision)
+        if codec.P <= MAX_ON_CHIP:
+            found = gradients(*inputs, Levels(*(column[rows] for column in levels)), upstream, precision)
         else:
-            found = gradients_tiled(*inputs, levels.codes[rows], *upstream, _NOISE, precision)
-        dgram[:K] += scatter(found.moved, found.codes, K)
-        dgram.diagonal().add_(found.ddiagonal.sum(dim=0))
-        dscale += found.dscale.sum(dim=0, dtype=torch.float64)
+            found = gradients_tiled(*inputs, levels.codes[rows], *upstream, NOISE, precision)
+        totals.add(rows, found)
         with full_float32():
-            dgram.addmm_((found.deltas * found.kappa[:, None]).T, found.deltas)
-            torch.addmm(2 * found.dnorms[:, None] * part, found.dscores, codec.codebook, out=dx[rows])
-            dcodebook.addmm_(found.dscores.T, part)
-    with full_float32():
-        dcodebook.addmm_(dgram + dgram.T, codec.codebook)
-    return Gradients(dx, dcodebook[:K], dscale.float())
+            totals.dgram.addmm_((found.deltas * found.kappa[:, None]).T, found.deltas)
+    return totals.gradients()
 
 
-def _levels(h: Tensor, codec: Scored, scores: Tensor, norms: Tensor, gamma: Tensor, precision: str) -> Levels:
+def run_levels(
+    h: Tensor, codec: Scored, scores: Tensor, norms: Tensor, gamma: Tensor, precision: str, errors: bool = True
+) -> tuple[Levels, Tensor]:
+    """The levels and the last Delta [N, P]; without `errors` those are not filled in."""
     N, M = len(h), len(codec.scale)
     numbers = (h.new_empty(N, M) for _ in range(3))
     levels = Levels(torch.empty(N, M, dtype=torch.int64, device=h.device), *numbers)
     delta, scratch = h.new_empty(2, N, codec.P)
-    _run_levels(h, codec, scores, norms, gamma, delta, scratch, levels, precision, again=False)
-    return levels
+    flags = {"AGAIN": False, "ERRORS": errors}
+    _launch_levels(h, codec, scores, norms, gamma, delta, scratch, levels, precision, flags)
+    return levels, delta
 
 
-def _gradients(
+def gradients(
     h: Tensor,
     codec: Scored,
     scores: Tensor,
     norms: Tensor,
     gamma: Tensor,
     levels: Levels,
-    alpha: Tensor,
-    kappa: Tensor,
-    eta: Tensor,
+    upstream: tuple[Tensor, Tensor, Tensor] | Tensor,
     precision: str,
 ) -> LevelGradients:
+    """The recursion over all levels from alpha, kappa and eta [N, M], or from dL/dDelta [N, P] after the last one."""
     (N, M), P = levels.codes.shape, codec.P
-    last_scores, dscores, dnorms = scores.clone(), torch.empty_like(scores), torch.empty_like(norms)
+    errors = not isinstance(upstream, Tensor)
+    alpha, kappa, eta = (upstream,) * 3 if isinstance(upstream, Tensor) else upstream
+    dscores = torch.empty_like(scores) if errors else alpha.clone()
+    last_scores, dnorms = scores, torch.empty_like(norms)
     deltas, moved = h.new_empty(2, N * M, P)
-    _run_levels(h, codec, last_scores, norms, gamma, deltas, dscores, levels, precision, again=True)
+    if errors:
+        last_scores = scores.clone()
+        flags = {"AGAIN": True, "ERRORS": False}
+        _launch_levels(h, codec, last_scores, norms, gamma, deltas, dscores, levels, precision, flags)
     programs = triton.cdiv(N, _ROWS)
     ddiagonal, dscale = h.new_empty(programs, P), h.new_empty(programs, M)
     distortion_backward_kernel[(programs,)](
@@ -417,14 +416,15 @@ def _gradients(
         codec.K,
         h.shape[1],
         M,
-        NOISE=_NOISE,
+        NOISE=NOISE,
+        ERRORS=errors,
         **settings(P, precision),
     )
     lines = (deltas, kappa.reshape(-1), moved, levels.codes.reshape(-1))
     return LevelGradients(*lines, dscores, dnorms, ddiagonal, dscale)
 
 
-def _run_levels(
+def _launch_levels(
     h: Tensor,
     codec: Scored,
     scores: Tensor,
@@ -434,8 +434,7 @@ def _run_levels(
     scratch: Tensor,
     levels: Levels,
     precision: str,
-    *,
-    again: bool,
+    flags: dict[str, bool],
 ) -> None:
     distortion_kernel[(triton.cdiv(len(h), _ROWS),)](
         h,
@@ -453,7 +452,7 @@ def _run_levels(
         codec.K,
         h.shape[1],
         len(codec.scale),
-        AGAIN=again,
+        **flags,
         **settings(codec.P, precision),
     )
 
@@ -465,7 +464,7 @@ def settings(P: int, precision: str) -> dict[str, Any]:
     return {"PRECISION": precision, **tiling, **compiler}
 
 
-def _parts(N: int, width: int) -> Iterator[slice]:
+def parts(N: int, width: int) -> Iterator[slice]:
     """Slices of 0..N of so many rows that `width` numbers for each fit into memory."""
     step = max(_ROWS, MAX_SCORES // width)
     return (slice(first, min(first + step, N)) for first in range(0, max(N, 1), step))

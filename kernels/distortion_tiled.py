@@ -206,8 +206,10 @@ def level_backward_kernel(
     tl.store(dscale + program * M + m, tl.sum(tl.where(live, ds, 0.0), axis=0))
 
 
-def levels_tiled(h: Tensor, codec: Scored, scores: Tensor, norms: Tensor, gamma: Tensor, precision: str) -> Levels:
-    """All levels of centred h [N, D] from scores [N, P], norms [N] and gamma [1]; N P numbers a level have to fit."""
+def levels_tiled(
+    h: Tensor, codec: Scored, scores: Tensor, norms: Tensor, gamma: Tensor, precision: str, errors: bool = True
+) -> tuple[Levels, Tensor]:
+    """`distortion.run_levels` above 256 codewords."""
     (N, M), P = (len(h), len(codec.scale)), codec.P
     residuals, soft, joint = (torch.empty(N, M, dtype=torch.float32, device=h.device) for _ in range(3))
     codes = torch.empty(N, M, dtype=torch.int64, device=h.device)
@@ -215,12 +217,12 @@ def levels_tiled(h: Tensor, codec: Scored, scores: Tensor, norms: Tensor, gamma:
     r, inner = norms.clone(), torch.empty_like(norms)
     for m in range(M):
         _run_level(h, codec, t, delta, norms, r, gamma, codes, t, delta, r, inner, m, precision, again=False)
-        with full_float32():
-            product = delta @ codec.gram
         residuals[:, m] = r
-        joint[:, m] = (delta * product).sum(dim=1)
-        soft[:, m] = r - 2 * inner + joint[:, m]
-    return Levels(codes, residuals, soft, joint)
+        if errors:
+            with full_float32():
+                joint[:, m] = (delta * (delta @ codec.gram)).sum(dim=1)
+            soft[:, m] = r - 2 * inner + joint[:, m]
+    return Levels(codes, residuals, soft, joint), delta
 
 
 def gradients_tiled(
@@ -235,8 +237,9 @@ def gradients_tiled(
     eta: Tensor,
     noise: float,
     precision: str,
+    ddelta: Tensor | None = None,
 ) -> LevelGradients:
-    """The recursion over all levels; M N P numbers have to fit four times."""
+    """The recursion over all levels from alpha, kappa and eta [N, M] and dL/dDelta [N, P] after the last one."""
     (N, M), P = codes.shape, codec.P
     t, r = scores.new_empty(M + 1, N, P), scores.new_empty(M + 1, N)
     deltas, inner = scores.new_zeros(M + 1, N, P), torch.empty_like(norms)  # the first is Delta before level 0
@@ -245,9 +248,10 @@ def gradients_tiled(
         after = (t[m + 1], deltas[m + 1], r[m + 1], inner)
         _run_level(h, codec, t[m], deltas[m], norms, r[m], gamma, codes, *after, m, precision, again=True)
     with full_float32():
-        products = deltas[1:] @ codec.gram
+        products = deltas[1:] @ codec.gram if ddelta is None else deltas[1:]  # kappa is 0 where Delta has a gradient
     programs = triton.cdiv(N, _ROWS)
-    a, dt, rho = torch.zeros_like(scores), torch.zeros_like(scores), torch.zeros_like(norms)
+    a = torch.zeros_like(scores) if ddelta is None else ddelta.clone()
+    dt, rho = torch.zeros_like(scores), torch.zeros_like(norms)
     ddiagonal, dscale = scores.new_zeros(programs, P), scores.new_empty(programs, M)
     moved = torch.empty_like(products)
     for m in reversed(range(M)):

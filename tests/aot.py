@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 from drq_fast.kernels import beam, distortion, distortion_tiled, encode
 from drq_fast.kernels.decode import decode_kernel
 from drq_fast.kernels.encode import encode_kernel
-from drq_fast.kernels.scatter import scatter_kernel
+from drq_fast.kernels.totals import scatter_kernel
 
 INTEGERS = {"codes": "*i64", "next_codes": "*i32", "order": "*i64", "first": "*i64", "N": "i64"}
 INTEGERS |= dict.fromkeys(("K", "P", "D", "M", "m", "paths", "width"), "i32")
@@ -47,6 +47,7 @@ PLAIN = {"num_warps": 4, "enable_fp_fusion": False}
 FAST, EXACT = "tf32x3", "ieee"
 NOISE = {"NOISE": 2.0**-36}
 LEVEL = distortion_tiled.settings() | {"PRECISION": FAST, "COLUMNS": 16}
+ERRORS, CHOICES, AGAIN = ({"AGAIN": a, "ERRORS": e} for a, e in ((False, True), (False, False), (True, False)))
 INT = {"codes": "*i32"}
 JOBS = {
     "decode": Job(decode_kernel, {"M": 4, "HAS_OFFSET": True, "ROWS": 8, "COLUMNS": 128} | PLAIN, {"codes": "*u8"}),
@@ -61,12 +62,18 @@ JOBS = {
     "beam_errors": Job(beam.beam_errors_kernel, beam.errors_settings(FAST), INT),
     "beam_select": Job(beam.beam_select_kernel, beam.select_settings(16 * 256), INT),
     "beam_select small": Job(beam.beam_select_kernel, beam.select_settings(4 * 128), INT),
-    "distortion": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | {"AGAIN": False}, {}),
-    "distortion exact": Job(distortion.distortion_kernel, distortion.settings(256, EXACT) | {"AGAIN": False}, {}),
-    "distortion again": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | {"AGAIN": True}, {}),
-    "distortion_backward": Job(distortion.distortion_backward_kernel, distortion.settings(256, FAST) | NOISE, {}),
+    "distortion": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | ERRORS, {}),
+    "distortion exact": Job(distortion.distortion_kernel, distortion.settings(256, EXACT) | ERRORS, {}),
+    "distortion again": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | AGAIN, {}),
+    "quantize": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | CHOICES, {}),
+    "quantize_backward": Job(
+        distortion.distortion_backward_kernel, distortion.settings(256, FAST) | NOISE | CHOICES, {}
+    ),
+    "distortion_backward": Job(
+        distortion.distortion_backward_kernel, distortion.settings(256, FAST) | NOISE | ERRORS, {}
+    ),
     "distortion_backward exact": Job(
-        distortion.distortion_backward_kernel, distortion.settings(256, EXACT) | NOISE, {}
+        distortion.distortion_backward_kernel, distortion.settings(256, EXACT) | NOISE | ERRORS, {}
     ),
     "level": Job(distortion_tiled.level_kernel, LEVEL | {"AGAIN": False}, {}),
     "level again": Job(distortion_tiled.level_kernel, LEVEL | {"AGAIN": True}, {}),
@@ -79,7 +86,7 @@ def compile_kernel(name: str, arch: int) -> dict[str, int | str]:
     """Registers a thread, bytes spilled and bytes of shared memory a block, as ptxas and triton report them."""
     kernel, settings, types, odd = JOBS[name]
     constants = {argument: settings[argument] for argument in kernel.arg_names if argument in settings}
-    options = {option: value for option, value in settings.items() if option not in constants}
+    options = {option: value for option, value in settings.items() if option.islower()}
     arguments = [argument for argument in kernel.arg_names if argument not in constants]
     signature = {argument: (INTEGERS | types).get(argument, "*fp32") for argument in arguments}
     signature |= dict.fromkeys(constants, "constexpr")

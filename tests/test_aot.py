@@ -27,6 +27,8 @@ BUDGET = {
     "distortion": (192, 6144),
     "distortion exact": (208, 6144),
     "distortion again": (176, 6144),
+    "quantize": (184, 6144),
+    "quantize_backward": (255, 6144),
     "distortion_backward": (255, 6144),
     "distortion_backward exact": (255, 6144),
     "level": (152, 8192),

@@ -1,11 +1,15 @@
-"""Sums of rows that belong to the same codeword, in a fixed order."""
+"""Gradients that all rows share: sums in a fixed order."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from .levels import LevelGradients, Scored, full_float32
 
 
 @triton.jit
@@ -52,3 +56,37 @@ def scatter(values: Tensor, codes: Tensor, K: int) -> Tensor:
         enable_fp_fusion=False,
     )
     return out.sum(dim=0)
+
+
+class Gradients(NamedTuple):
+    """dx [N, D], dcodebook [K, D], dscale [M], in float32."""
+
+    dx: Tensor
+    dcodebook: Tensor
+    dscale: Tensor
+
+
+class Totals:
+    """Gradients that are being added up over parts of h [N, D]."""
+
+    def __init__(self, h: Tensor, codec: Scored) -> None:
+        self.h, self.codec = h, codec
+        self.dx, self.dcodebook = torch.empty_like(h), h.new_zeros(codec.P, h.shape[1])
+        self.dgram = h.new_zeros(codec.P, codec.P)
+        self.dscale = h.new_zeros(len(codec.scale), dtype=torch.float64)
+
+    def add(self, rows: slice, found: LevelGradients) -> None:
+        """Everything but kappa Delta^T Delta."""
+        part = self.h[rows]
+        self.dgram[: self.codec.K] += scatter(found.moved, found.codes, self.codec.K)
+        self.dgram.diagonal().add_(found.ddiagonal.sum(dim=0))
+        self.dscale += found.dscale.sum(dim=0, dtype=torch.float64)
+        with full_float32():
+            torch.addmm(2 * found.dnorms[:, None] * part, found.dscores, self.codec.codebook, out=self.dx[rows])
+            self.dcodebook.addmm_(found.dscores.T, part)
+
+    def gradients(self) -> Gradients:
+        """The sums of all parts."""
+        with full_float32():
+            self.dcodebook.addmm_(self.dgram + self.dgram.T, self.codec.codebook)
+        return Gradients(self.dx, self.dcodebook[: self.codec.K], self.dscale.float())
