@@ -241,9 +241,9 @@ def gradients_tiled(
 ) -> LevelGradients:
     """The recursion over all levels from alpha, kappa and eta [N, M] and dL/dDelta [N, P] after the last one."""
     (N, M), P = codes.shape, codec.P
-    t, r = scores.new_empty(M + 1, N, P), scores.new_empty(M + 1, N)
+    t, r = scores.new_empty(M + 1, N, P), [norms, *(torch.empty_like(norms) for _ in range(M))]
     deltas, inner = scores.new_zeros(M + 1, N, P), torch.empty_like(norms)  # the first is Delta before level 0
-    t[0], r[0] = scores, norms
+    t[0] = scores
     for m in range(M):
         after = (t[m + 1], deltas[m + 1], r[m + 1], inner)
         _run_level(h, codec, t[m], deltas[m], norms, r[m], gamma, codes, *after, m, precision, again=True)

@@ -1,0 +1,151 @@
+"""Runs the launchers of kernels/ on a GPU that is simulated: their PTX for sm_80, in exact precision, by ptxsim.
+
+`python simulate.py FOLDER_OF_PTXSIM SEED` prints one JSON line for each job: the largest error, and how many variants
+of its kernels two batch sizes made Triton compile. A program of its own, because kernels imported under
+TRITON_INTERPRET=1 cannot be compiled. The simulator knows no tensor cores; ldmatrix is spelt out.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from drq_fast import reference
+from drq_fast.kernels import beam, distortion, encode, quantize
+
+SLACK = (
+    1 << 18
+)  # bytes behind an array: a masked cp.async reads nothing, but the simulator wants its address to be valid
+compiled: dict[str, set[str]] = {}
+
+
+def simulated_launch(seed: int):
+    """A stand-in for JITFunction.run that compiles as Triton would and executes in the simulator."""
+    import ptxsim
+
+    compile_only = JITFunction.run
+
+    def run(self, *args, grid, warmup, **kwargs):
+        kernel = compile_only(self, *args, grid=grid, warmup=True, **kwargs)
+        compiled.setdefault(kernel.name, set()).add(kernel.hash)
+        device = ptxsim.Device(1 << 28)
+        module = ptxsim.Module(readable(kernel.asm["ptx"]), device)
+        values = dict(zip(self.arg_names, args, strict=False)) | {
+            k: v for k, v in kwargs.items() if k in self.arg_names
+        }
+        buffers: dict[int, tuple[int, torch.Tensor]] = {}
+        parameters = []
+        for name, kind in kernel.src.signature.items():
+            if kind == "constexpr":
+                continue
+            value = values[name]
+            if isinstance(value, torch.Tensor):
+                if value.data_ptr() not in buffers:
+                    content = np.zeros(value.numel() * value.element_size() + SLACK, np.uint8)
+                    content[:-SLACK] = value.contiguous().view(-1).numpy().view(np.uint8)
+                    buffers[value.data_ptr()] = (device.to(content), value)
+                parameters.append(buffers[value.data_ptr()][0])
+            else:
+                parameters.append(np.int64(value) if kind == "i64" else np.int32(value))
+        launch = {"shared": kernel.metadata.shared, "seed": seed}
+        module.launch(kernel.name, grid, 32 * kernel.metadata.num_warps, [*parameters, 0, 0], **launch)
+        for pointer, tensor in buffers.values():
+            tensor.view(-1).copy_(torch.from_numpy(device.get(pointer, tensor.numpy().dtype, (tensor.numel(),))))
+
+    return run
+
+
+def readable(ptx: str) -> str:
+    """PTX without what the simulator does not read."""
+    ptx = re.split(r"\n\s*\.section|\n\s*\.file", re.sub(r" \.ptr \.global \.align \d+", "", ptx))[0]
+    ptx = re.sub(r"\{ (%\w+) \}", r"\1", re.sub(r"\n\s*\.loc[^\n]*", "", ptx))
+    load = r"ldmatrix\.sync\.aligned\.m8n8\.x\d\.shared\.b16 \{([^}]*)\}, \[([^\]]*)\];"
+    return re.sub(
+        load, spelt_out, re.sub(r"\n\{\n", "\n{\n.reg .b32 %lane, %row, %word, %at, %part<4>;\n", ptx, count=1)
+    )
+
+
+def spelt_out(load: re.Match) -> str:
+    """ldmatrix: lane l gets word l % 4 of row l / 4 of matrix i, whose address lane 8 i + l / 4 holds."""
+    base, _, shift = load[2].partition("+")
+    registers = [register.strip() for register in load[1].split(",")]
+    lines = ["mov.u32 %lane, %laneid;", "and.b32 %word, %lane, 3;", "shl.b32 %word, %word, 2;"]
+    for i in range(len(registers)):
+        lines += ["shr.u32 %row, %lane, 2;", f"add.u32 %row, %row, {8 * i};"]
+        lines += [f"shfl.sync.idx.b32 %at, {base}, %row, 31, -1;", "add.u32 %at, %at, %word;"]
+        lines += [f"ld.shared.u32 %part{i}, [%at+{int(shift or 0)}];"]
+    return "\n".join(lines + [f"mov.b32 {register}, %part{i};" for i, register in enumerate(registers)])
+
+
+def problem(N: int, D: int, K: int, M: int) -> tuple[torch.Tensor, ...]:
+    """x [N, D] of which every third is met up to 1 %, codebook [K, D], scale [M]."""
+    generator = torch.Generator().manual_seed(N + K)
+    x, codebook = torch.randn(N, D, generator=generator), torch.randn(K, D, generator=generator)
+    x[::3] = codebook[torch.arange(len(x[::3])) % K] + 0.01 * x[::3]
+    return x, codebook, torch.tensor([(-0.8) ** m for m in range(M)])
+
+
+def wrong_codes(N: int, K: int, width: int = 1) -> float:
+    x, codebook, scale = problem(N, 21, K, 3)
+    omega = torch.tensor([0.1, 0.2, 1.0])
+    if width == 1:
+        codes = encode.encode(x, codebook, scale, precision="ieee")
+    else:
+        weights = {"omega": omega, "still_to_come": reference.still_to_come(omega)}
+        codes = beam.encode_beam(x, codebook, scale, offset=None, beam=width, precision="ieee", **weights)
+    return float((codes != reference.encode(x, codebook, scale, beam=width, level_weights=omega)).float().mean())
+
+
+def distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return max(float((a.double() - b).norm() / b.norm()) for a, b in zip(actual, expected, strict=True))
+
+
+def training_error(N: int, K: int) -> float:
+    """Of distortion and quantize with their gradients, against the float64 reference."""
+    x, codebook, scale = problem(N, 21, K, 3)
+    codec, gamma = distortion.codec_of(codebook, scale), torch.tensor([1.5])
+    scores = codec.scores(x)
+    leaves = [t.double().requires_grad_() for t in (x, codebook, scale)]
+    truth = reference.distortion(*leaves, gamma=1.5)
+    levels = distortion.distortion(x, codec, scores, gamma, "ieee")
+    upstream = [torch.cos(torch.arange(N * 3.0) + i).reshape(N, 3) for i in range(3)]
+    found = distortion.distortion_backward(x, codec, scores, gamma, levels, *upstream, "ieee")
+    wanted = torch.autograd.grad(truth[:3], leaves, [u.double() for u in upstream])
+    values = [levels.residuals.sqrt(), levels.soft.sqrt(), levels.joint]
+    worst = distance([*values, *found], [*(t.detach() for t in truth[:3]), *wanted])
+
+    choices = quantize.choose(x, codec, scores, gamma, "ieee")
+    upstream = [torch.sin(torch.arange(N * 21.0) + i).reshape(N, 21) for i in range(2)]
+    found = quantize.quantize_backward(x, codec, scores, gamma, choices, *upstream, "ieee")
+    soft, hard, _ = reference.quantize(*leaves, gamma=1.5)
+    wanted = torch.autograd.grad([soft, hard], leaves, [u.double() for u in upstream])
+    values = quantize.approximations(codec, choices)
+    return max(worst, distance([*values, *found], [soft.detach(), hard.detach(), *wanted]))
+
+
+JOBS = {
+    "encode": lambda N: wrong_codes(N, 30),
+    "encode, tiled": lambda N: wrong_codes(N, 260),
+    "beam": lambda N: wrong_codes(N, 30, 4),
+    "training": lambda N: training_error(N, 30),
+    "training, tiled": lambda N: training_error(N, 260),
+}
+
+if __name__ == "__main__":
+    sys.path.insert(0, sys.argv[1])
+    gpu = {"get_current_target": lambda: GPUTarget("cuda", 80, 32), "get_current_device": lambda: 0}
+    triton.runtime.driver.set_active(SimpleNamespace(**gpu, get_current_stream=lambda device: 0))
+    JITFunction.run = simulated_launch(int(sys.argv[2]))
+    for name in sys.argv[3:] or JOBS:
+        compiled.clear()
+        errors = [JOBS[name](N) for N in (17, 32)]
+        variants = {kernel: len(hashes) for kernel, hashes in compiled.items()}
+        print(json.dumps({"job": name, "error": max(errors), "variants": variants}), flush=True)

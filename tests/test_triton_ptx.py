@@ -1,0 +1,40 @@
+"""The GPU code that Triton makes of the kernels, executed by a PTX simulator, and the launchers with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PTXSIM = Path(os.environ.get("DRQ_PTXSIM") or Path(__file__).parents[2] / "shared/tools/ptxsim")
+LIMIT = {"encode": 0, "encode, tiled": 0, "beam": 0, "training": 2e-5, "training, tiled": 2e-4}
+ONCE = {"encode_kernel", "encode_tiled_kernel", "beam_errors_kernel", "level_backward_kernel", "scatter_kernel"}
+
+
+def simulate(seed: int, *jobs: str) -> None:
+    pytest.importorskip("triton")
+    if not (PTXSIM / "ptxsim.py").exists():
+        pytest.skip("no PTX simulator at DRQ_PTXSIM")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(Path(__file__).with_name("simulate.py")), str(PTXSIM), str(seed), *jobs]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [row["job"] for row in rows] == list(jobs)
+    for row in rows:
+        assert row["error"] <= LIMIT[row["job"]], row
+        assert all(row["variants"][kernel] == 1 for kernel in ONCE & row["variants"].keys()), row
+
+
+def test_encode():
+    simulate(0, "encode")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])  # orders in which warps take turns
+def test_every_kernel(seed):
+    simulate(seed, *LIMIT)
