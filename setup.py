@@ -2,6 +2,7 @@
 
 DRQ_FAST_CUDA=auto|1|0       with CUDA: if nvcc is found (default), always, never
 DRQ_FAST_CUDA_ARCH=all-major nvcc's -arch; `native` builds faster for the GPU at hand
+DRQ_FAST_CUDART=static|shared  the CUDA runtime, in the extension (default) or a library of its own, with plain PTX
 DRQ_FAST_NATIVE=1            without a C++ compiler: fail instead of installing pure Python
 """
 
@@ -19,7 +20,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 CXX_SOURCES = ["csrc/bindings.cpp", "csrc/cpu/adc.cpp", "csrc/cpu/dispatch.cpp", "csrc/cpu/search.cpp"]
-CUDA_SOURCES = ["csrc/cuda/adc.cu"]
+CUDA_SOURCES = ["csrc/cuda/adc.cu", "csrc/cuda/search.cu"]
 # Compiled once per instruction set and chosen at run time.
 ISA_SOURCES = ["csrc/cpu/encode.cpp", "csrc/cpu/loss.cpp", "csrc/cpu/scan.cpp"]
 ISA_FLAGS = {"portable": ""}
@@ -107,15 +108,17 @@ def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
         "  deps = gcc",
     ]
     if nvcc:
-        # nvcc links too: it knows where its own static runtime lies.
+        # nvcc links too: it knows where its own runtime lies. A stand-in for a shared one can read PTX, if it is plain.
+        cudart = setting("DRQ_FAST_CUDART", ("static", "shared"))
+        plain = "-no-compress" if cudart == "shared" else ""
         lines += [
-            f"nvcc = {shell_path(nvcc)} -arch={arch} {' '.join(NVCC_FLAGS)} -I{shell_path(ROOT / 'csrc')}",
+            f"nvcc = {shell_path(nvcc)} -arch={arch} {plain} {' '.join(NVCC_FLAGS)} -I{shell_path(ROOT / 'csrc')}",
             "rule cuda",
             "  command = $nvcc -MD -MF $out.d -c $in -o $out",
             "  depfile = $out.d",
             "  deps = gcc",
             "rule link",
-            f"  command = {shell_path(nvcc)} -arch={arch} -shared -cudart static -Xcompiler -pthread $in -o $out",
+            f"  command = {shell_path(nvcc)} -arch={arch} -shared -cudart {cudart} -Xcompiler -pthread $in -o $out",
         ]
     else:
         lines += ["rule link", f"  command = $cxx {shared} -pthread $in -o $out"]

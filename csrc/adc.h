@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
 
 #ifdef __CUDACC__
@@ -62,6 +63,9 @@ void search_cpu(const Search& job, int isa, int threads);
 #ifdef DRQ_FAST_CUDA
 // Enqueues on `stream` (a cudaStream_t) and returns at once. Null on success, else CUDA's own words.
 const char* lookup_cuda(const Lookup& job, void* stream);
+// As above, with search_cuda_workspace() bytes of device memory, aligned to 16, that nobody else uses until it is done.
+const char* search_cuda(const Search& job, void* workspace, void* stream);
+size_t search_cuda_workspace(const Search& job);
 int cuda_runtime_version();
 int cuda_driver_version();  // 0 where there is no driver
 #endif

@@ -175,6 +175,13 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("table"), py::arg("scale"), py::arg("codes"), py::arg("wide"), py::arg("sums"), py::arg("Q"),
       py::arg("N"), py::arg("K"), py::arg("M"), py::arg("stream"));
+  module.def("search_cuda_workspace",
+             [](const py::kwargs& arguments) { return drq::search_cuda_workspace(search_of(Arguments{arguments})); });
+  module.def("search_cuda", [](const py::kwargs& arguments) {
+    const Arguments job{arguments};
+    const char* error = drq::search_cuda(search_of(job), job.pointer<void>("workspace"), job.pointer<void>("stream"));
+    if (error != nullptr) throw std::runtime_error(error);
+  });
 #else
   module.attr("cuda") = false;
 #endif

@@ -371,3 +371,12 @@ def cuda_versions() -> tuple[str, str] | None:
 
 def _dotted(version: int) -> str:
     return f"{version // 1000}.{version % 1000 // 10}"
+
+
+def _search_cuda(job: dict[str, int], device: torch.device) -> None:
+    """Enqueues a search on the device's current stream; job: the members of `Search` in csrc/adc.h."""
+    assert extension is not None
+    with torch.cuda.device(device):
+        workspace = torch.empty(extension.search_cuda_workspace(**job), dtype=torch.uint8, device=device)
+        stream = torch.cuda.current_stream().cuda_stream
+        extension.search_cuda(**job, workspace=workspace.data_ptr(), stream=stream)

@@ -1,0 +1,170 @@
+// k <= kMaxFused: each block keeps the k best of its slice, a second kernel the k best of all slices.
+#pragma once
+
+#include "scan.cuh"
+
+namespace drq {
+namespace {
+
+constexpr int64_t kMaxFused = 256;   // k up to which each block keeps its k best
+constexpr int64_t kSortKeys = 1024;  // sorted at a time in shared memory
+
+// Threads that sort together: a warp, or the block.
+template <bool kWarpAlone>
+struct Sorters {
+  static __device__ int thread() { return kWarpAlone ? threadIdx.x % kWarp : threadIdx.x; }
+  static __device__ int count() { return kWarpAlone ? kWarp : kThreads; }
+  static __device__ void sync() {
+    if (kWarpAlone)
+      __syncwarp();
+    else
+      __syncthreads();
+  }
+};
+
+__device__ inline void order(Key& a, Key& b, bool ascending) {
+  if ((a > b) == ascending) {
+    const Key first = b;
+    b = a;
+    a = first;
+  }
+}
+
+// The bitonic network's stages from..to for keys `base`..`base` + n - 1 of a longer list; n is a power of two.
+template <class Group>
+__device__ void sort_keys(Key* keys, int n, int64_t base, int64_t from, int64_t to) {
+  for (int64_t size = from; size <= to; size *= 2) {
+    for (int stride = static_cast<int>(min(size, static_cast<int64_t>(n)) / 2); stride > 0; stride /= 2) {
+      Group::sync();
+#pragma unroll 1
+      for (int i = Group::thread(); i < n / 2; i += Group::count()) {
+        const int low = 2 * i - (i & (stride - 1));
+        order(keys[low], keys[low + stride], ((base + low) & size) == 0);
+      }
+    }
+  }
+  Group::sync();
+}
+
+// The best keys so far of each of the block's queries, `capacity` of them at most, in no order.
+template <bool kBatch>
+struct Queues {
+  Key* keys;     // [queries, capacity]
+  Key* scratch;  // shared, kSortKeys of them
+  int* count;    // shared [queries]; may exceed the capacity by what did not go in
+  Key* bound;    // shared [queries]: the k-th best, kNone as long as there are fewer
+  int capacity, k;
+  int mine;   // this lane's query
+  Key limit;  // its bound
+
+  __device__ void clear() {
+    if (threadIdx.x < (kBatch ? kWarp : 1)) {
+      count[threadIdx.x] = 0;
+      bound[threadIdx.x] = kNone;
+    }
+    limit = kNone;
+    __syncthreads();
+  }
+
+  // Whoever finds his queue full waits until it has been cut to its k best, and tries again.
+  __device__ void take(const Key (&key)[kRows], const bool (&valid)[kRows]) {
+    bool waiting[kRows];
+    for (int i = 0; i < kRows; ++i) waiting[i] = valid[i];
+    bool any;
+    do {
+      any = false;
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (!waiting[i]) continue;
+        waiting[i] = key[i] < limit;
+        if (!waiting[i]) continue;
+        const int slot = atomicAdd(count + mine, 1);
+        if (slot < capacity) {
+          keys[static_cast<int64_t>(mine) * capacity + slot] = key[i];
+          waiting[i] = false;
+        }
+        any |= waiting[i];
+      }
+      any = __syncthreads_or(any);
+      if (any) cut((k + capacity) / 2);
+    } while (any);
+  }
+
+  // Leaves the k best, sorted, in every queue that has more than `enough` keys.
+  __device__ void cut(int enough) {
+    using Group = Sorters<kBatch>;
+    const int sorter = kBatch ? threadIdx.x / kWarp : 0;
+    const int sorters = kBatch ? min(kWarps, static_cast<int>(kSortKeys) / capacity) : 1;
+    Key* sorted = scratch + sorter * capacity;
+    for (int q = sorter; q < (kBatch ? kWarp : 1) && sorter < sorters; q += sorters) {
+      const int there = min(count[q], capacity);
+      if (there <= enough) continue;
+      Key* queue = keys + static_cast<int64_t>(q) * capacity;
+#pragma unroll 1  // registers are for the scan
+      for (int i = Group::thread(); i < capacity; i += Group::count()) sorted[i] = i < there ? queue[i] : kNone;
+      sort_keys<Group>(sorted, capacity, 0, 2, capacity);
+#pragma unroll 1
+      for (int i = Group::thread(); i < k; i += Group::count()) queue[i] = sorted[i];
+      if (Group::thread() == 0) {
+        count[q] = min(there, k);
+        bound[q] = sorted[k - 1];
+      }
+      Group::sync();  // before the scratch is used again
+    }
+    __syncthreads();
+    limit = bound[mine];
+  }
+};
+
+// Math:     the k best keys (cost, position) of each slice of codes, k <= kMaxFused; docs/math.md section 5
+// Tiling:   one block owns a slice of codes and a group of queries: 32, one a lane, that share each code, or one
+// Memory:   the table in shared memory as [K][32] where it fits, so that lane i reads bank i alone; codes once per
+//           group, by 16-byte loads; queues in the workspace, written to rarely once a bound is known
+// Numerics: float32 sums in order of the levels, no fused multiply-add; keys differ, so their order decides alone
+template <class Code, bool kBatch, bool kShared>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) queue_kernel(Plan plan) {
+  extern __shared__ float4 dynamic[];
+  __shared__ Block block;
+  __shared__ int count[kWarp];
+  __shared__ Key bound[kWarp];
+  const Lane lane = lane_of<kBatch>(plan);
+  constexpr int kWidth = kBatch ? kWarp : 1;
+  Key* keys = plan.keys + (lane.group * plan.slices + lane.slice) * kWidth * plan.capacity;
+  Key* scratch = reinterpret_cast<Key*>(dynamic);
+  const int mine = kBatch ? threadIdx.x % kWarp : 0;
+  Queues<kBatch> queues{keys, scratch, count, bound, static_cast<int>(plan.capacity), static_cast<int>(plan.job.k),
+                        mine, kNone};
+  queues.clear();
+  scan<Code, kBatch, kShared>(plan, lane, block, reinterpret_cast<float*>(scratch + kSortKeys), queues);
+  queues.cut(-1);
+}
+
+// Math:     the k best of the slices' k best, and their scores
+// Tiling:   one block owns one query
+// Memory:   slices * k keys are read once, coalesced; k scores are computed again from the codes, k results written
+// Numerics: as above; the order in which keys come does not matter
+__global__ void __launch_bounds__(kThreads) merge_kernel(Plan plan, int width) {
+  __shared__ Key queue[2 * kMaxFused];
+  __shared__ Key scratch[kSortKeys];
+  __shared__ int count;
+  __shared__ Key bound;
+  const int64_t q = blockIdx.x, k = plan.job.k;
+  const Key* keys = plan.keys + (q / width * plan.slices * width + q % width) * plan.capacity;
+  Queues<false> queues{queue, scratch, &count, &bound, static_cast<int>(plan.capacity), static_cast<int>(k), 0, kNone};
+  queues.clear();
+  for (int64_t base = 0; base < plan.slices * k; base += kRows * kThreads) {
+    Key key[kRows];
+    bool valid[kRows];
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t at = base + i * kThreads + threadIdx.x;
+      key[i] = at < plan.slices * k ? keys[at / k * width * plan.capacity + at % k] : kNone;
+      valid[i] = key[i] != kNone;
+    }
+    queues.take(key, valid);
+  }
+  queues.cut(-1);
+  for (int i = threadIdx.x; i < k; i += kThreads) emit(plan.job, q, i, queue[i]);
+}
+
+}  // namespace
+}  // namespace drq

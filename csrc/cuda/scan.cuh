@@ -1,0 +1,235 @@
+// The pass over the codes that every kernel of the search shares; what becomes of the keys is up to an `Action`.
+#pragma once
+
+#include <cstdint>
+
+#include "adc.h"
+
+namespace drq {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kRows = 4;                   // codes that a lane scores at a time
+constexpr int kTileBytes = 16 * kThreads;  // one 16-byte load for each thread
+constexpr int kMaxDenseRow = 32;           // bytes of a row up to which all of it is loaded, a prefix or not
+constexpr int kMaxLevels = 128;
+constexpr int kBlocksPerSm = 4;  // so at most 64 registers a thread
+
+// Cost and position in one number: less is better, and no two codes have the same one.
+using Key = unsigned long long;
+constexpr Key kNone = ~Key{0};
+
+__device__ inline Key key_of(int metric, float score, int64_t position) {
+  const float cost = (metric == kL2 ? score : -score) + 0.0f;  // -0 becomes 0, the two tie
+  const uint32_t bits = __float_as_uint(cost);
+  const uint32_t order = cost != cost ? ~0u : bits ^ (bits >> 31 ? ~0u : 0x80000000u);  // NaN last
+  return static_cast<Key>(order) << 32 | static_cast<uint32_t>(position);
+}
+
+// A search of some queries, as the kernels see it. A group is 32 queries in a batch, else one.
+struct Plan {
+  Search job;
+  float* tables;        // [groups, K, 32], where there is a batch
+  Key* keys;            // [groups, slices, queries of a group, capacity], or [Q, capacity] where k > kMaxFused
+  struct Radix* radix;  // [Q] where k > kMaxFused
+  int64_t groups, slices, slice_rows, capacity;
+  int tile_rows;
+  int spread;  // log2 of the copies of an entry, or of the queries beside each other, in a table
+  int shift;   // of the digit that is looked at; below 0: collect
+};
+
+struct Lane {
+  int64_t group, slice, query;
+  bool active;  // the query exists
+};
+
+template <bool kBatch>
+__device__ Lane lane_of(const Plan& plan) {
+  Lane lane;
+  lane.group = blockIdx.x % plan.groups;  // neighbours read the same codes
+  lane.slice = blockIdx.x / plan.groups;
+  lane.query = kBatch ? lane.group * kWarp + threadIdx.x % kWarp : lane.group;
+  lane.active = lane.query < plan.job.Q;
+  return lane;
+}
+
+// Codes in shared memory: words with one word of padding after every 32, so that rows of 4, 8, 16 or 32 bytes can be
+// read by 32 lanes, and words be written 16 bytes apart, without a bank conflict.
+struct Tile {
+  uint32_t words[(kTileBytes + 32) / 4 * 33 / 32 + 1];
+
+  static __device__ int padded(int word) { return word + (word >> 5); }
+
+  // The four bytes from byte `at` on.
+  __device__ uint32_t load(int at) const {
+    const int word = at >> 2, shift = (at & 3) * 8;
+    const uint32_t low = words[padded(word)];
+    return shift == 0 ? low : __funnelshift_r(low, words[padded(word + 1)], shift);
+  }
+
+  template <class Code>
+  __device__ void store(int at, Code code) {
+    reinterpret_cast<Code*>(words + padded(at >> 2))[(at & 3) / sizeof(Code)] = code;
+  }
+};
+
+// What a block needs in shared memory beside its table.
+struct Block {
+  Tile tile;
+  float scale[kMaxLevels];
+};
+
+// Where row 0 of a staged tile begins, and how far rows are apart, in bytes.
+struct Staged {
+  int lead, pitch;
+};
+
+// Bytes that are outside of [begin, end) are 0.
+__device__ inline uint4 load_inside(uintptr_t at, uintptr_t begin, uintptr_t end) {
+  if (at >= begin && at + 16 <= end) return __ldg(reinterpret_cast<const uint4*>(at));
+  uint32_t words[4] = {0, 0, 0, 0};
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    if (at + i >= begin && at + i < end)
+      words[i / 4] |= static_cast<uint32_t>(*reinterpret_cast<const uint8_t*>(at + i)) << i % 4 * 8;
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// Rows first..first + rows - 1 to shared memory: as they lie, 16 bytes a thread, or code by code where a row is far
+// longer than its prefix.
+template <class Code>
+__device__ Staged stage(const Search& job, int64_t first, int rows, Tile& tile) {
+  const Code* codes = static_cast<const Code*>(job.codes) + first * job.stride;
+  if (job.stride * sizeof(Code) > kMaxDenseRow) {
+    const int M = static_cast<int>(job.M);
+    for (int i = threadIdx.x; i < rows * M; i += kThreads)
+      tile.store<Code>(i * sizeof(Code), codes[i / M * job.stride + i % M]);
+    return {0, static_cast<int>(M * sizeof(Code))};
+  }
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(codes);
+  const uintptr_t end = begin + ((rows - 1) * job.stride + job.M) * sizeof(Code);
+  const uintptr_t aligned = begin & ~uintptr_t{15};
+  for (int chunk = threadIdx.x; aligned + chunk * 16 < end; chunk += kThreads) {
+    const uint4 loaded = load_inside(aligned + chunk * 16, begin, end);
+    const int word = Tile::padded(chunk * 4);
+    tile.words[word] = loaded.x;
+    tile.words[word + 1] = loaded.y;
+    tile.words[word + 2] = loaded.z;
+    tile.words[word + 3] = loaded.w;
+  }
+  return {static_cast<int>(begin - aligned), static_cast<int>(job.stride * sizeof(Code))};
+}
+
+// The block's table to shared memory: [K][32 queries], [K][32 copies] or, with spread 0, [K].
+template <bool kBatch>
+__device__ void stage_table(const Plan& plan, const Lane& lane, float* staged) {
+  const int entries = static_cast<int>(plan.job.K) << plan.spread;
+  if (kBatch) {
+    const float4* from = reinterpret_cast<const float4*>(plan.tables + lane.group * entries);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < entries / 4; i += kThreads) reinterpret_cast<float4*>(staged)[i] = from[i];
+  } else {
+    const float* from = plan.job.table + lane.query * plan.job.K;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < entries; i += kThreads) staged[i] = from[i >> plan.spread];
+  }
+}
+
+// sum[i] = sum over m of fl(scale[m] * table[code m of row i]), in order of m and without fused multiply-add.
+template <class Code>
+__device__ void add_up(const Tile& tile, const int (&at)[kRows], const float* scale, int M, const float* column,
+                       int spread, float (&sum)[kRows]) {
+  constexpr int kPerWord = 4 / sizeof(Code);
+  for (int i = 0; i < kRows; ++i) sum[i] = -0.0f;  // -0 + x is x, -0 too
+  for (int m = 0; m < M; m += kPerWord) {
+    uint32_t word[kRows];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) word[i] = tile.load(at[i] + m * static_cast<int>(sizeof(Code)));
+#pragma unroll
+    for (int j = 0; j < kPerWord; ++j) {
+      if (m + j >= M) break;
+      const float s = scale[m + j];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const uint32_t code = static_cast<Code>(word[i] >> j * 8 * sizeof(Code));
+        sum[i] = __fadd_rn(sum[i], __fmul_rn(s, column[code << spread]));
+      }
+    }
+  }
+}
+
+// Gives every code of the block's slice to `action`, kRows a lane: a lane has one query and its warp the same codes for
+// 32 of them (kBatch), or all lanes have one query and each its own codes.
+template <class Code, bool kBatch, bool kShared, class Action>
+__device__ void scan(const Plan& plan, const Lane& lane, Block& block, float* staged_table, Action& action) {
+  Tile& tile = block.tile;
+  float* scale = block.scale;
+  const Search& job = plan.job;
+  const int thread = threadIdx.x, M = static_cast<int>(job.M);
+  for (int i = thread; i < static_cast<int>(sizeof(Tile) / 4); i += kThreads) tile.words[i] = 0;
+  for (int m = thread; m < M; m += kThreads) scale[m] = job.scale[m];
+  if (kShared) stage_table<kBatch>(plan, lane, staged_table);
+  const float* table = kShared  ? staged_table
+                       : kBatch ? plan.tables + lane.group * job.K * kWarp
+                                : job.table + lane.query * job.K;
+  const float* column = table + (plan.spread ? thread % kWarp : 0);
+  const float constant = lane.active ? job.constants[lane.query] : 0;
+  const float length = lane.active && job.lengths ? job.lengths[lane.query] : 0;
+
+  constexpr int kRowStep = kBatch ? 1 : kThreads;  // between two rows of a lane
+  const int first_row = kBatch ? thread / kWarp * kRows : thread;
+  const int64_t begin = lane.slice * plan.slice_rows;
+  const int64_t end = min(begin + plan.slice_rows, job.N);
+  for (int64_t first = begin; first < end; first += plan.tile_rows) {
+    const int rows = static_cast<int>(min(static_cast<int64_t>(plan.tile_rows), end - first));
+    __syncthreads();  // the tile before is done with
+    const Staged staged = stage<Code>(job, first, rows, tile);
+    __syncthreads();  // the tile is there
+    for (int base = 0; base < rows; base += kRows * (kBatch ? kWarps : kThreads)) {
+      int at[kRows];
+      bool valid[kRows];
+      float sum[kRows];
+      Key key[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int row = base + first_row + i * kRowStep;
+        valid[i] = row < rows && lane.active && (job.keep == nullptr || job.keep[first + row] != 0);
+        at[i] = staged.lead + (row < rows ? row : 0) * staged.pitch;
+      }
+      add_up<Code>(tile, at, scale, M, column, plan.spread, sum);
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const int64_t n = first + base + first_row + i * kRowStep;
+        const float norm = valid[i] && job.norms ? job.norms[n] : 0;
+        key[i] = key_of(job.metric, score_of(job.metric, sum[i], norm, constant, length), n);
+      }
+      action.take(key, valid);
+    }
+  }
+}
+
+// The score of one code, by the same operations in the same order.
+__device__ inline float score_at(const Search& job, int64_t q, int64_t n) {
+  float sum = -0.0f;
+  for (int64_t m = 0; m < job.M; ++m) {
+    const int64_t at = n * job.stride + m;
+    const int code =
+        job.wide ? static_cast<const uint16_t*>(job.codes)[at] : static_cast<const uint8_t*>(job.codes)[at];
+    sum = __fadd_rn(sum, __fmul_rn(job.scale[m], job.table[q * job.K + code]));
+  }
+  return score_of(job.metric, sum, job.norms ? job.norms[n] : 0, job.constants[q], job.lengths ? job.lengths[q] : 0);
+}
+
+// Keys carry no score to the bit (-0, NaN): it is computed again for those that are returned.
+__device__ inline void emit(const Search& job, int64_t q, int64_t rank, Key key) {
+  const bool none = key == kNone;
+  const int64_t n = none ? -1 : static_cast<int64_t>(key & 0xffffffffu);
+  job.positions[q * job.k + rank] = n;
+  const float worst = job.metric == kL2 ? HUGE_VALF : -HUGE_VALF;
+  job.scores[q * job.k + rank] = none ? worst : score_at(job, q, n);
+}
+
+}  // namespace
+}  // namespace drq
