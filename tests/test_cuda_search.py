@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
+import re
 import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -41,7 +42,11 @@ class Case:
     lead: int = 0  # codes that the first row lies behind an aligned address
     seed: int = 0
     ties: bool = False  # few different scores
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Tensor] = field(init=False, repr=False)
+
+    def __str__(self) -> str:
+        simple = {name: value for name, value in vars(self).items() if isinstance(value, (int, float, str))}
+        return " ".join(f"{name}={value}" for name, value in simple.items() if value)
 
     def __post_init__(self) -> None:
         generator = torch.Generator().manual_seed(self.seed)
@@ -117,17 +122,19 @@ class SearchStruct(ctypes.Structure):
 class Simulator:
     """Runs the host code of csrc/cuda/search.cu, and its kernels from their PTX."""
 
-    def __init__(self, host: object, folder: Path, source: Path = ROOT / "csrc/cuda/search.cu") -> None:
+    def __init__(self, host: Any, folder: Path, name: str = "as_it_is", changes: dict[str, str] | None = None) -> None:
         self.host, self.device = host, host.dev
-        library = host.load(str(build(folder, source)))
-        self.workspace = getattr(library, "_ZN3drq21search_cuda_workspaceERKNS_6SearchE")
+        before = set(host.kernels)
+        library = host.load(str(build(folder / name, changes or {})))
+        self.entries = set(host.kernels) - before
+        self.workspace = library._ZN3drq21search_cuda_workspaceERKNS_6SearchE
         self.workspace.restype = ctypes.c_size_t
-        self.run = getattr(library, "_ZN3drq11search_cudaERKNS_6SearchEPvS3_")
-        self.run.restype = ctypes.c_char_p
+        self.enqueue = library._ZN3drq11search_cudaERKNS_6SearchEPvS3_
+        self.enqueue.restype = ctypes.c_char_p
 
     def put(self, case: Case) -> SearchStruct:
         """The case in a device memory that was emptied, with rubbish where nothing was written."""
-        self.device.mem[4096 : self.device.top] = 0xA5
+        self.device.mem[4096 : min(self.device.top, 1 << 28)] = 0xA5
         self.device.top = 4096
         self.device.starts.clear()
         self.device.ends.clear()
@@ -137,31 +144,46 @@ class Simulator:
         pointers["positions"] = self.device.alloc(max(1, case.Q * case.k * 8))
         return SearchStruct(**pointers, **case.sizes())
 
-    def search(self, case: Case, shared: int = 99 * 1024, **options: object) -> tuple[Tensor, Tensor]:
+    def run(self, job: SearchStruct, shared: int = 99 * 1024, **options: object) -> tuple[Tensor, Tensor]:
         """The result on a device whose blocks have `shared` bytes at most; options are those of ptxsim's launch."""
-        job = self.put(case)
         workspace = self.device.alloc(max(1, self.workspace(ctypes.byref(job))))
         ctypes.c_int.in_dll(self.host.shim, "most_shared").value = shared
         self.host.kw, self.host.log = options, []
-        error = self.run(ctypes.byref(job), ctypes.c_uint64(workspace), None)
+        error = self.enqueue(ctypes.byref(job), ctypes.c_uint64(workspace), None)
         assert error is None, (error, self.host.errors)
-        scores = self.device.get(job.scores, np.float32, (case.Q, case.k))
-        positions = self.device.get(job.positions, np.int64, (case.Q, case.k))
+        scores = self.device.get(job.scores, np.float32, (job.Q, job.k))
+        positions = self.device.get(job.positions, np.int64, (job.Q, job.k))
         return torch.from_numpy(scores), torch.from_numpy(positions)
+
+    def search(self, case: Case, **options: Any) -> tuple[Tensor, Tensor]:
+        return self.run(self.put(case), **options)
 
     @property
     def warnings(self) -> list[str]:
         return [f"{name}: {warning}" for name, *_, stats, _ in self.host.log for warning in stats.warn]
 
     @property
-    def kernels(self) -> set[str]:
+    def launched(self) -> set[str]:
         return {name for name, *_ in self.host.log}
 
 
-def build(folder: Path, source: Path) -> Path:
-    library = folder / f"lib{source.stem}.so"
-    flags = ["-std=c++17", "-fmad=false", "-DDRQ_FAST_CUDA", f"-I{ROOT / 'csrc'}", f"-I{ROOT / 'csrc/cuda'}"]
+def build(folder: Path, changes: dict[str, str]) -> Path:
+    """The CUDA sources, with each key of `changes` replaced by its value, as a library for the simulator."""
+    folder.mkdir()
+    remaining = set(changes)
+    for file in (ROOT / "csrc/cuda").iterdir():
+        text = file.read_text()
+        for old, new in changes.items():
+            if old in text:
+                text = text.replace(old, new)
+                remaining.discard(old)
+        (folder / file.name).write_text(text)
+    assert not remaining
+    flags = ["-std=c++17", "-fmad=false", "-DDRQ_FAST_CUDA", f"-I{ROOT / 'csrc'}", f"-I{folder}"]
     flags += ["-gencode", "arch=compute_75,code=compute_75", "-no-compress", "-cudart", "shared"]
+    # Kernels in an anonymous namespace are named after the file.
+    source = (folder / "search.cu").rename(folder / f"{folder.name}.cu")
+    library = folder / "libsearch.so"
     subprocess.run(["nvcc", *flags, "-Xcompiler", "-fPIC", "-shared", "-o", str(library), str(source)], check=True)
     return library
 
@@ -176,11 +198,11 @@ def why_no_simulator() -> str | None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A copy of the simulator with its CUDA runtime, whose `most_shared` a test can set."""
+    """A copy of the simulator and its CUDA runtime, whose `most_shared` a test can set."""
     reason = why_no_simulator()
     if reason:
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp("ptxsim")
+    folder: Path = tmp_path_factory.mktemp("ptxsim")
     for file in PTXSIM.iterdir():
         if file.is_file():
             shutil.copyfile(file, folder / file.name)
@@ -188,27 +210,294 @@ def folder(tmp_path_factory) -> Path:
     assert "v > 65536" in shim
     (folder / "shim.c").write_text("int most_shared = 65536;\n" + shim.replace("65536", "most_shared"))
     flags = ["-cudart", "none", "-Xcompiler", "-fPIC,-w", "-shared", "-Xlinker", "-soname,libcudart.so.13"]
-    script = ["-Xlinker", f"--version-script={folder / 'shim.map'}"]
-    subprocess.run(
-        ["nvcc", *flags, *script, "-o", str(folder / "libcudart.so.13"), str(folder / "shim.c")], check=True
-    )
+    flags += ["-Xlinker", f"--version-script={folder / 'shim.map'}", "-o", str(folder / "libcudart.so.13")]
+    subprocess.run(["nvcc", *flags, str(folder / "shim.c")], check=True)
     return folder
 
 
 @pytest.fixture(scope="module")
-def simulator(folder) -> Simulator:
+def host(folder) -> Any:
     sys.path.insert(0, str(folder))
     import hostsim
 
-    return Simulator(hostsim.HostSim(1 << 28), folder)
+    return hostsim.HostSim(6 << 30)  # pages that nobody touches cost nothing
 
 
+@pytest.fixture(scope="module")
+def simulator(host, folder) -> Simulator:
+    return Simulator(host, folder)
+
+
+# So that little work is enough for several rounds of queries and slices of codes.
+SMALL_CONSTANTS = {
+    "kRoundBytes = 1 << 28": "kRoundBytes = 1 << 11",
+    "kBlocks = 1024": "kBlocks = 3",
+    "kMinSliceRows = 2048": "kMinSliceRows = 16",
+}
+
+
+@pytest.fixture(scope="module")
+def in_rounds(host, folder) -> Simulator:
+    return Simulator(host, folder, "in_rounds", SMALL_CONSTANTS)
+
+
+def on_gpu(case: Case) -> tuple[Tensor, Tensor]:
+    device = torch.device("cuda")
+    given = {name: tensor.to(device) for name, tensor in case.tensors.items()}
+    scores = torch.empty(case.Q, case.k, device=device)
+    positions = torch.empty(case.Q, case.k, dtype=torch.int64, device=device)
+    job = {name: given[name].data_ptr() if name in given else 0 for name in POINTERS}
+    job["codes"] += case.lead * case.dtype.itemsize
+    job |= {"scores": scores.data_ptr(), "positions": positions.data_ptr()} | case.sizes()
+    _native._search_cuda(job, device)
+    return scores.cpu(), positions.cpu()
+
+
+# Few queries and many; tables that are copied for each bank, that are not, and that stay in the cache.
 CASES = [
     Case(1, 1, 2, 1, 1),
+    Case(1, 0, 8, 2, 3),
+    Case(17, 0, 8, 2, 300, metric="ip"),
+    Case(1, 5003, 256, 4, 10),
+    Case(3, 2503, 256, 16, 33, metric="cosine"),
+    Case(2, 2100, 300, 3, 100, metric="ip"),
+    Case(1, 1300, 2000, 2, 5),
+    Case(1, 700, 65536, 2, 7, metric="cosine"),
+    Case(33, 1000, 256, 4, 10, metric="ip"),
+    Case(16, 600, 17, 7, 256, metric="cosine"),
+    Case(40, 300, 500, 5, 3),
+    Case(18, 200, 3000, 3, 20),
+    Case(2, 3001, 256, 4, 257),
+    Case(1, 2000, 2000, 3, 2000, metric="ip"),
+    Case(1, 300, 65536, 1, 400, metric="cosine"),
+    Case(20, 500, 256, 2, 500, metric="cosine"),
+    Case(17, 300, 1000, 2, 280),
+    Case(16, 4500, 16, 3, 1100, metric="ip"),
+]
+# Prefixes of longer rows, unaligned codes, filters, ties.
+ODD_CASES = [
+    Case(1, 1500, 256, 4, 10, stride=16),
+    Case(2, 900, 256, 3, 10, stride=7, lead=5, metric="ip"),
+    Case(1, 700, 40, 2, 12, stride=40),
+    Case(17, 300, 300, 3, 12, stride=33, lead=1),
+    Case(17, 500, 20, 5, 12, stride=5, lead=3, wide=True, metric="cosine"),
+    Case(1, 600, 256, 1, 4, lead=15),
+    Case(3, 2500, 64, 4, 10, keep=0.1),
+    Case(17, 600, 64, 4, 10, keep=0.01),
+    Case(3, 2500, 64, 4, 300, keep=0.1),
+    Case(17, 400, 64, 4, 300, keep=0.5, metric="ip"),
+    Case(1, 4000, 4, 2, 50, ties=True),
+    Case(17, 700, 4, 2, 50, ties=True, metric="cosine"),
+    Case(2, 3000, 4, 2, 700, ties=True, metric="ip"),
+    Case(17, 600, 4, 2, 300, ties=True),
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_gives_the_bits_of_the_reference(simulator, case):
+@pytest.mark.parametrize("case", CASES + ODD_CASES, ids=str)
+def test_bits_of_the_reference(simulator, case):
     assert_right(case, *simulator.search(case, racecheck=True))
     assert not simulator.warnings
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_bits_of_the_reference_for_random_shapes(simulator, seed):
+    case = random_case(seed)
+    for shared in (99 * 1024, 64 * 1024):
+        assert_right(case, *simulator.search(case, shared=shared, racecheck=True, seed=seed, lanes=seed % 3 == 0))
+        assert not simulator.warnings
+
+
+def random_case(seed: int) -> Case:
+    choose = random.Random(seed)
+    K = choose.choice([2, 16, 100, 256, 257, 640, 1500, 30000])
+    M, N = choose.randint(1, 16), choose.choice([1, 50, 333, 2500])
+    return Case(
+        Q=choose.choice([1, 2, 15, 16, 35]),
+        N=N,
+        K=K,
+        M=M,
+        k=choose.choice([1, 9, 60, 200, 256, 257, max(1, N - 1), N, N + 5]),
+        metric=choose.choice(METRICS),
+        stride=M + choose.choice([0, 0, 1, 5, 40]),
+        wide=choose.random() < 0.3,
+        keep=choose.choice([1.0, 1.0, 0.5, 0.02]),
+        lead=choose.randint(0, 15),
+        ties=choose.random() < 0.5,
+        seed=seed,
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("case", CASES + ODD_CASES, ids=str)
+def test_bits_of_the_reference_on_a_gpu(case):
+    assert_right(case, *on_gpu(case))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+@pytest.mark.parametrize("k", [10, 300])
+def test_streams_and_graphs(k):
+    case, stream, graph = Case(20, 5000, 256, 4, k), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    given = {name: tensor.cuda() for name, tensor in case.tensors.items()}
+    scores = torch.zeros(case.Q, k, device="cuda")
+    positions = torch.zeros(case.Q, k, dtype=torch.int64, device="cuda")
+    job = {name: given[name].data_ptr() if name in given else 0 for name in POINTERS} | case.sizes()
+    job |= {"scores": scores.data_ptr(), "positions": positions.data_ptr()}
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.graph(graph, stream=stream):
+        _native._search_cuda(job, torch.device("cuda"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_right(case, scores.cpu(), positions.cpu())
+
+
+def test_nan_comes_last(simulator):
+    for Q, k in ((1, 200), (17, 200), (1, 300)):
+        case = Case(Q, 300, 8, 2, k)
+        case.tensors["norms"][torch.arange(300) % 2 == 0] = float("nan")
+        assert_right(case, *simulator.search(case))
+
+
+SMALL = [
+    Case(1, 600, 9, 3, 60, ties=True),
+    Case(17, 200, 9, 3, 5, ties=True),
+    Case(1, 300, 9, 3, 270, ties=True),
+    Case(17, 300, 9, 3, 270, ties=True),
+]
+
+
+@pytest.mark.parametrize("case", [*SMALL[:3], pytest.param(SMALL[3], marks=pytest.mark.slow)], ids=str)
+def test_ten_shuffled_orders(in_rounds, case):
+    for seed in range(10):  # of warps, or of single lanes
+        assert_right(case, *in_rounds.search(case, racecheck=True, seed=seed, lanes=seed % 2 == 1))
+        assert not in_rounds.warnings
+
+
+def test_every_kernel_was_executed(simulator):
+    executed: set[str] = set()
+    for Q, k in ((1, 3), (17, 3), (1, 1100), (17, 1100)):
+        for wide in (False, True):
+            for K in (256, 30000):  # with more codewords than a byte can name, if need be
+                case = Case(Q, 100, 256, 2, k, wide=wide)
+                case.K, case.tensors["table"] = K, case.tensors["table"].repeat(1, -(-K // 256))[:, :K]
+                assert_right(case, *simulator.search(case))
+                executed |= simulator.launched
+    assert executed == simulator.entries
+
+
+def counted(simulator: Simulator, case: Case, kernel: str) -> Counter[tuple[str, str]]:
+    """(what, "requests" or "parts") -> how many: wavefronts of shared memory, 32-byte sectors of global memory."""
+    import ptxsim
+
+    counts: Counter[tuple[str, str]] = Counter()
+    original = ptxsim.Run.where
+
+    def where(run, space, addresses, selected, size, instruction, write):
+        stats = run.stats
+        before = stats.shared_req + stats.global_req, stats.shared_wavefronts + stats.global_sectors
+        found = original(run, space, addresses, selected, size, instruction, write)
+        if space in ("shared", "global") and kernel in run.fn.name:
+            what = f"{instruction.op} {space} {size}"
+            counts[what, "requests"] += stats.shared_req + stats.global_req - before[0]
+            counts[what, "parts"] += stats.shared_wavefronts + stats.global_sectors - before[1]
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ptxsim.Run, "where", where)
+        simulator.search(case, profile=True)
+    return counts
+
+
+@pytest.mark.parametrize("M", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("Q", [1, 32])
+@pytest.mark.parametrize("wide", [False, True])
+def test_lookups_without_conflicts_and_coalesced_loads(simulator, Q, M, wide):
+    """Where the table fits, each look-up is one wavefront, and each byte of the codes is loaded once."""
+    case = Case(Q, 2048, 256, M, 10, wide=wide)
+    counts = counted(simulator, case, "queue_kernel")
+    per_word = 2 if wide else 4
+    batches = case.N if Q == 32 else case.N // 32  # a warp looks up a code for 32 queries, or 32 codes for one
+    steps = batches * (M + -(-M // per_word))  # entries, and words of codes
+    reads = counts["ld shared 4", "requests"]
+    assert steps + batches * M // 4 <= reads <= steps + batches * M // 4 + 2000  # scales, queues
+    assert counts["ld shared 4", "parts"] == reads
+    code_sectors = case.N * M * (1 + wide) // 32
+    table_sectors = 32 * 256 * 4 // 32 if Q == 32 else 0
+    assert counts["ld global 16", "parts"] == code_sectors + table_sectors
+    assert counts["ld global 16", "parts"] == 16 * counts["ld global 16", "requests"]
+    assert counts["ld global 1", "requests"] == counts["ld global 2", "requests"] == 0
+
+
+def test_wavefronts_of_tables_that_are_not_copied(simulator):
+    """4096 codewords: the lanes of one query meet in a bank, 3 or 4 wavefronts each; a batch reads whole lines."""
+    one = counted(simulator, Case(1, 4096, 4096, 4, 10), "queue_kernel")
+    lookups, others = 4096 // 32 * 4, 4096 // 32 * (2 + 1)
+    conflicts = (one["ld shared 4", "parts"] - one["ld shared 4", "requests"] + lookups) / lookups
+    assert 3 < conflicts < 4
+    assert others < one["ld shared 4", "requests"] - lookups < others + 500
+    batch = counted(simulator, Case(32, 512, 4096, 4, 10), "queue_kernel")
+    lookups = 512 * 4
+    assert batch["ld global 4", "requests"] - lookups < 512 + 100  # norms, scales
+    assert 4 * lookups <= batch["ld global 4", "parts"] < 4 * lookups + 512 + 200
+
+
+def test_rounds_of_queries_and_slices_of_codes(in_rounds):
+    for case in (Case(70, 700, 8, 2, 5), Case(5, 900, 8, 2, 5, metric="cosine"), Case(40, 400, 8, 2, 270)):
+        assert_right(case, *in_rounds.search(case, racecheck=True))
+        rounds = [name for name, *_ in in_rounds.host.log if "merge_kernel" in name or "emit_kernel" in name]
+        assert len(rounds) > 1
+        assert not in_rounds.warnings
+
+
+def test_more_than_two_to_the_31_bytes(in_rounds):
+    case, stride, device = Case(1, 44, 256, 4, 20), (1 << 26) + 1, in_rounds.device
+    job = in_rounds.put(case)
+    job.codes, job.stride = device.alloc(case.N * stride), stride
+    for n, row in enumerate(case.rows.to(torch.uint8).numpy()):
+        device.mem[device.starts[-1] + n * stride :][: case.M] = row
+    assert_right(case, *in_rounds.run(job))
+    device.top = 4096  # so that nobody overwrites all of it
+
+
+def test_nothing_to_do_and_what_cannot_be_done(simulator):
+    job = simulator.put(Case(0, 5, 4, 2, 3))
+    assert simulator.workspace(ctypes.byref(job)) == 0
+    simulator.run(job)
+    assert not simulator.launched
+    job = simulator.put(Case(2, 5, 4, 2, 3))
+    job.N = 2**32 - 1
+    assert simulator.enqueue(ctypes.byref(job), None, None) == b"more than 2^32 - 2 codes: search them in parts"
+    job.N, job.M = 5, 65
+    assert simulator.enqueue(ctypes.byref(job), None, None) == b"more than 64 levels"
+
+
+def test_errors_of_the_runtime_are_reported(simulator):
+    job = simulator.put(Case(2, 5, 4, 2, 3))
+    job.codes += 1 << 40
+    with pytest.raises(AssertionError, match="shim error 700"):
+        simulator.run(job)
+
+
+SOURCE = "".join(file.read_text() for file in sorted((ROOT / "csrc/cuda").iterdir()) if file.name != "adc.cu")
+BARRIERS = re.findall(r"(?:Group::sync|__syncthreads)\(\); +// .*", SOURCE)
+
+
+def test_every_barrier_says_what_it_is_for():
+    assert len(re.findall(r"(?:Group::sync|__syncthreads)\(\);", SOURCE)) == len(BARRIERS) + 1  # Sorters::sync
+    assert len(set(BARRIERS)) == len(BARRIERS)
+
+
+@pytest.mark.parametrize(
+    "barrier", [pytest.param(b, marks=[] if "the tile is there" in b else pytest.mark.slow) for b in BARRIERS]
+)
+def test_without_a_barrier_the_simulator_complains(host, folder, barrier):
+    simulator = Simulator(host, folder, f"without_{BARRIERS.index(barrier)}", SMALL_CONSTANTS | {barrier: ""})
+
+    def complains(case: Case, seed: int) -> bool:
+        try:
+            assert_right(case, *simulator.search(case, racecheck=True, seed=seed, lanes=seed % 2 == 1))
+        except AssertionError:
+            return True
+        return bool(simulator.warnings)
+
+    assert any(complains(case, seed) for seed in range(10) for case in SMALL)

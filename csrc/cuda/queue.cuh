@@ -35,7 +35,7 @@ template <class Group>
 __device__ void sort_keys(Key* keys, int n, int64_t base, int64_t from, int64_t to) {
   for (int64_t size = from; size <= to; size *= 2) {
     for (int stride = static_cast<int>(min(size, static_cast<int64_t>(n)) / 2); stride > 0; stride /= 2) {
-      Group::sync();
+      Group::sync();  // the step before is done
 #pragma unroll 1
       for (int i = Group::thread(); i < n / 2; i += Group::count()) {
         const int low = 2 * i - (i & (stride - 1));
@@ -43,7 +43,7 @@ __device__ void sort_keys(Key* keys, int n, int64_t base, int64_t from, int64_t 
       }
     }
   }
-  Group::sync();
+  Group::sync();  // all keys are in order
 }
 
 // The best keys so far of each of the block's queries, `capacity` of them at most, in no order.
@@ -63,7 +63,7 @@ struct Queues {
       bound[threadIdx.x] = kNone;
     }
     limit = kNone;
-    __syncthreads();
+    __syncthreads();  // the queues are empty
   }
 
   // Whoever finds his queue full waits until it has been cut to its k best, and tries again.
@@ -104,14 +104,13 @@ struct Queues {
       for (int i = Group::thread(); i < capacity; i += Group::count()) sorted[i] = i < there ? queue[i] : kNone;
       sort_keys<Group>(sorted, capacity, 0, 2, capacity);
 #pragma unroll 1
-      for (int i = Group::thread(); i < k; i += Group::count()) queue[i] = sorted[i];
-      if (Group::thread() == 0) {
-        count[q] = min(there, k);
-        bound[q] = sorted[k - 1];
+      for (int i = Group::thread(); i < k; i += Group::count()) {
+        queue[i] = sorted[i];
+        if (i == k - 1) bound[q] = sorted[i];
       }
-      Group::sync();  // before the scratch is used again
+      if (Group::thread() == 0) count[q] = min(there, k);
     }
-    __syncthreads();
+    __syncthreads();  // all queues are cut
     limit = bound[mine];
   }
 };
@@ -124,7 +123,6 @@ struct Queues {
 template <class Code, bool kBatch, bool kShared>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) queue_kernel(Plan plan) {
   extern __shared__ float4 dynamic[];
-  __shared__ Block block;
   __shared__ int count[kWarp];
   __shared__ Key bound[kWarp];
   const Lane lane = lane_of<kBatch>(plan);
@@ -135,7 +133,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) queue_kernel(Plan plan
   Queues<kBatch> queues{keys, scratch, count, bound, static_cast<int>(plan.capacity), static_cast<int>(plan.job.k),
                         mine, kNone};
   queues.clear();
-  scan<Code, kBatch, kShared>(plan, lane, block, reinterpret_cast<float*>(scratch + kSortKeys), queues);
+  scan<Code, kBatch, kShared>(plan, lane, reinterpret_cast<float*>(scratch + kSortKeys), queues);
   queues.cut(-1);
 }
 

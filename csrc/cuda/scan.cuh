@@ -11,18 +11,17 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kRows = 4;                   // codes that a lane scores at a time
-constexpr int kTileBytes = 16 * kThreads;  // one 16-byte load for each thread
-constexpr int kMaxDenseRow = 32;           // bytes of a row up to which all of it is loaded, a prefix or not
-constexpr int kMaxLevels = 128;
+constexpr int kRows = 4;          // codes that a lane scores at a time
+constexpr int kMaxDenseRow = 32;  // bytes of a row up to which all of it is loaded, a prefix or not
+constexpr int kMaxLevels = 64;
 constexpr int kBlocksPerSm = 4;  // so at most 64 registers a thread
 
 // Cost and position in one number: less is better, and no two codes have the same one.
 using Key = unsigned long long;
 constexpr Key kNone = ~Key{0};
 
-__device__ inline Key key_of(int metric, float score, int64_t position) {
-  const float cost = (metric == kL2 ? score : -score) + 0.0f;  // -0 becomes 0, the two tie
+__device__ inline Key key_of(float cost, int64_t position) {
+  cost += 0.0f;  // -0 becomes 0, the two tie
   const uint32_t bits = __float_as_uint(cost);
   const uint32_t order = cost != cost ? ~0u : bits ^ (bits >> 31 ? ~0u : 0x80000000u);  // NaN last
   return static_cast<Key>(order) << 32 | static_cast<uint32_t>(position);
@@ -35,7 +34,7 @@ struct Plan {
   Key* keys;            // [groups, slices, queries of a group, capacity], or [Q, capacity] where k > kMaxFused
   struct Radix* radix;  // [Q] where k > kMaxFused
   int64_t groups, slices, slice_rows, capacity;
-  int tile_rows;
+  int tile_rows, tile_words;
   int spread;  // log2 of the copies of an entry, or of the queries beside each other, in a table
   int shift;   // of the digit that is looked at; below 0: collect
 };
@@ -58,9 +57,12 @@ __device__ Lane lane_of(const Plan& plan) {
 // Codes in shared memory: words with one word of padding after every 32, so that rows of 4, 8, 16 or 32 bytes can be
 // read by 32 lanes, and words be written 16 bytes apart, without a bank conflict.
 struct Tile {
-  uint32_t words[(kTileBytes + 32) / 4 * 33 / 32 + 1];
+  uint32_t* words;
 
-  static __device__ int padded(int word) { return word + (word >> 5); }
+  static __host__ __device__ int padded(int word) { return word + (word >> 5); }
+
+  // With room for 15 bytes before the first code, and for the word after the last; a multiple of 16 bytes.
+  static int words_for(int64_t bytes) { return (padded(static_cast<int>(bytes + 15) / 4 + 1) + 4) / 4 * 4; }
 
   // The four bytes from byte `at` on.
   __device__ uint32_t load(int at) const {
@@ -70,15 +72,9 @@ struct Tile {
   }
 
   template <class Code>
-  __device__ void store(int at, Code code) {
+  __device__ void store(int at, Code code) const {
     reinterpret_cast<Code*>(words + padded(at >> 2))[(at & 3) / sizeof(Code)] = code;
   }
-};
-
-// What a block needs in shared memory beside its table.
-struct Block {
-  Tile tile;
-  float scale[kMaxLevels];
 };
 
 // Where row 0 of a staged tile begins, and how far rows are apart, in bytes.
@@ -100,10 +96,11 @@ __device__ inline uint4 load_inside(uintptr_t at, uintptr_t begin, uintptr_t end
 // Rows first..first + rows - 1 to shared memory: as they lie, 16 bytes a thread, or code by code where a row is far
 // longer than its prefix.
 template <class Code>
-__device__ Staged stage(const Search& job, int64_t first, int rows, Tile& tile) {
+__device__ Staged stage(const Search& job, int64_t first, int rows, Tile tile) {
   const Code* codes = static_cast<const Code*>(job.codes) + first * job.stride;
   if (job.stride * sizeof(Code) > kMaxDenseRow) {
     const int M = static_cast<int>(job.M);
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * M; i += kThreads)
       tile.store<Code>(i * sizeof(Code), codes[i / M * job.stride + i % M]);
     return {0, static_cast<int>(M * sizeof(Code))};
@@ -137,22 +134,25 @@ __device__ void stage_table(const Plan& plan, const Lane& lane, float* staged) {
   }
 }
 
-// sum[i] = sum over m of fl(scale[m] * table[code m of row i]), in order of m and without fused multiply-add.
+// sum[i] = sum over m of fl(scale[m] * table[code m of row i]), in order of m and without fused multiply-add,
+// for the first `live` rows.
 template <class Code>
-__device__ void add_up(const Tile& tile, const int (&at)[kRows], const float* scale, int M, const float* column,
+__device__ void add_up(Tile tile, const int (&at)[kRows], int live, const float* scale, int M, const float* column,
                        int spread, float (&sum)[kRows]) {
   constexpr int kPerWord = 4 / sizeof(Code);
   for (int i = 0; i < kRows; ++i) sum[i] = -0.0f;  // -0 + x is x, -0 too
   for (int m = 0; m < M; m += kPerWord) {
     uint32_t word[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) word[i] = tile.load(at[i] + m * static_cast<int>(sizeof(Code)));
+    for (int i = 0; i < kRows; ++i)
+      if (i < live) word[i] = tile.load(at[i] + m * static_cast<int>(sizeof(Code)));
 #pragma unroll
     for (int j = 0; j < kPerWord; ++j) {
       if (m + j >= M) break;
       const float s = scale[m + j];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
+        if (i >= live) break;
         const uint32_t code = static_cast<Code>(word[i] >> j * 8 * sizeof(Code));
         sum[i] = __fadd_rn(sum[i], __fmul_rn(s, column[code << spread]));
       }
@@ -160,15 +160,28 @@ __device__ void add_up(const Tile& tile, const int (&at)[kRows], const float* sc
   }
 }
 
+// Scores from sums, turned so that less is better.
+template <int kMetric>
+__device__ void costs_of(float (&sum)[kRows], const float (&norm)[kRows], float constant, float length) {
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const float score = score_of(kMetric, sum[i], norm[i], constant, length);
+    sum[i] = kMetric == kL2 ? score : -score;
+  }
+}
+
 // Gives every code of the block's slice to `action`, kRows a lane: a lane has one query and its warp the same codes for
 // 32 of them (kBatch), or all lanes have one query and each its own codes.
 template <class Code, bool kBatch, bool kShared, class Action>
-__device__ void scan(const Plan& plan, const Lane& lane, Block& block, float* staged_table, Action& action) {
-  Tile& tile = block.tile;
-  float* scale = block.scale;
+__device__ void scan(const Plan& plan, const Lane& lane, float* shared, Action& action) {
+  float* scale = shared;
+  const Tile tile{reinterpret_cast<uint32_t*>(shared + kMaxLevels)};
+  float* staged_table = shared + kMaxLevels + plan.tile_words;
   const Search& job = plan.job;
   const int thread = threadIdx.x, M = static_cast<int>(job.M);
-  for (int i = thread; i < static_cast<int>(sizeof(Tile) / 4); i += kThreads) tile.words[i] = 0;
+#pragma unroll 1
+  for (int i = thread; i < plan.tile_words; i += kThreads) tile.words[i] = 0;
+#pragma unroll 1
   for (int m = thread; m < M; m += kThreads) scale[m] = job.scale[m];
   if (kShared) stage_table<kBatch>(plan, lane, staged_table);
   const float* table = kShared  ? staged_table
@@ -190,21 +203,26 @@ __device__ void scan(const Plan& plan, const Lane& lane, Block& block, float* st
     for (int base = 0; base < rows; base += kRows * (kBatch ? kWarps : kThreads)) {
       int at[kRows];
       bool valid[kRows];
-      float sum[kRows];
+      float norm[kRows], cost[kRows];
       Key key[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int row = base + first_row + i * kRowStep;
-        valid[i] = row < rows && lane.active && (job.keep == nullptr || job.keep[first + row] != 0);
+        valid[i] = row < rows && lane.active;
         at[i] = staged.lead + (row < rows ? row : 0) * staged.pitch;
+        norm[i] = job.norms && row < rows ? job.norms[first + row] : 0;
+        if (job.keep && row < rows) valid[i] &= job.keep[first + row] != 0;
       }
-      add_up<Code>(tile, at, scale, M, column, plan.spread, sum);
+      const int live = kBatch ? kRows : (rows - base + kThreads - 1) / kThreads;  // may exceed kRows
+      add_up<Code>(tile, at, live, scale, M, column, kBatch ? 5 : plan.spread, cost);
+      if (job.metric == kL2)
+        costs_of<kL2>(cost, norm, constant, length);
+      else if (job.metric == kIp)
+        costs_of<kIp>(cost, norm, constant, length);
+      else
+        costs_of<kCosine>(cost, norm, constant, length);
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int64_t n = first + base + first_row + i * kRowStep;
-        const float norm = valid[i] && job.norms ? job.norms[n] : 0;
-        key[i] = key_of(job.metric, score_of(job.metric, sum[i], norm, constant, length), n);
-      }
+      for (int i = 0; i < kRows; ++i) key[i] = key_of(cost[i], first + base + first_row + i * kRowStep);
       action.take(key, valid);
     }
   }

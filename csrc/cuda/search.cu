@@ -10,6 +10,7 @@ constexpr int64_t kBlocks = 1024;         // of a round; a constant, so that any
 constexpr int64_t kMinSliceRows = 2048;   // fewer are not worth a block
 constexpr int64_t kRoundBytes = 1 << 28;  // of workspace, above which there are several rounds of queries
 constexpr int64_t kMaxShared = 96 * 1024;
+constexpr int64_t kStaticShared = 1024;    // more than any scan declares
 constexpr int64_t kMaxCodes = 0xfffffffe;  // a position has 32 bits, and one of them means "none"
 
 // Math:     tables[g, k, i] = table[32 g + i, k], 0 for queries that are not there
@@ -25,7 +26,7 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(Plan plan) {
     const int64_t q = group * kWarp + i;
     square[i][lane] = q < plan.job.Q && first + lane < K ? plan.job.table[q * K + first + lane] : 0;
   }
-  __syncthreads();
+  __syncthreads();  // the square is there
   for (int i = threadIdx.x / kWarp; i < kWarp; i += kWarps)
     if (first + i < K) plan.tables[(group * K + first + i) * kWarp + lane] = square[lane][i];
 }
@@ -49,6 +50,13 @@ int64_t power_of_two(int64_t least) {
   int64_t power = 1;
   while (power < least) power *= 2;
   return power;
+}
+
+// Codes that a block loads at a time: as many as its lanes score between two looks at the queues, or a multiple of it.
+int tile_rows(int64_t row_bytes, bool batch) {
+  const int64_t unit = kRows * kWarps, fit = (batch ? 4096 : 16384) / row_bytes;
+  if (!batch && fit > kRows * kThreads) return kRows * kThreads;
+  return static_cast<int>(fit / unit * unit);
 }
 
 // How a search is laid out: rounds of queries, groups, slices, and the parts of the workspace.
@@ -80,12 +88,12 @@ const char* last_error() {
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
-// Bytes of shared memory that a block may have.
+// Bytes of dynamic shared memory that a block may have.
 const char* shared_limit(int64_t& limit) {
   int device = 0, most = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  limit = most < kMaxShared ? most : kMaxShared;
+  limit = (most < kMaxShared ? most : kMaxShared) - kStaticShared;
   return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
 }
 
@@ -100,10 +108,10 @@ struct Round {
   // Where the table goes: [K][32] in shared memory, [K] there, or left in global memory, that is in the L2 cache.
   const char* place_table(int64_t limit) {
     const Search& job = plan.job;
-    const int64_t own = layout.fused ? kSortKeys * sizeof(Key) : kDigits * kWarp * sizeof(unsigned);
-    const int64_t fixed = sizeof(Block) + kWarp * (sizeof(int) + sizeof(Key)) + own;
+    const int64_t counts = layout.fused ? kSortKeys * sizeof(Key) : kDigits * kWarp * sizeof(unsigned);
+    const int64_t own = counts + (kMaxLevels + plan.tile_words) * sizeof(float);
     const int64_t spread_out = job.K * kWarp * sizeof(float), flat = job.K * sizeof(float);
-    const bool fits = fixed + spread_out <= limit, flat_fits = !layout.batch && fixed + flat <= limit;
+    const bool fits = own + spread_out <= limit, flat_fits = !layout.batch && own + flat <= limit;
     plan.spread = layout.batch || fits ? 5 : 0;
     shared = own + (fits ? spread_out : flat_fits ? flat : 0);
     kernel = job.wide ? kernel_of<uint16_t>(layout.fused, layout.batch, fits || flat_fits)
@@ -184,7 +192,7 @@ size_t search_cuda_workspace(const Search& job) {
 const char* search_cuda(const Search& job, void* workspace, void* stream) {
   if (job.Q == 0 || job.k == 0) return nullptr;
   if (job.N > kMaxCodes) return "more than 2^32 - 2 codes: search them in parts";
-  if (job.M > kMaxLevels) return "more than 128 levels";
+  if (job.M > kMaxLevels) return "more than 64 levels";
   const Layout layout(job);
   int64_t limit = 0;
   if (const char* error = shared_limit(limit)) return error;
@@ -206,7 +214,8 @@ const char* search_cuda(const Search& job, void* workspace, void* stream) {
     plan.slices = layout.slices;
     plan.slice_rows = layout.slice_rows;
     plan.capacity = layout.capacity;
-    plan.tile_rows = static_cast<int>(kTileBytes / row / 16 * 16);
+    plan.tile_rows = tile_rows(row, layout.batch);
+    plan.tile_words = Tile::words_for(plan.tile_rows * row);
     Round round{layout, plan, nullptr, 0, static_cast<cudaStream_t>(stream)};
     if (const char* error = round.run(limit)) return error;
   }

@@ -34,7 +34,7 @@ struct Histogram {
   }
 
   __device__ void add_to(Radix* radix, const Lane& lane) {
-    __syncthreads();
+    __syncthreads();  // all keys are counted
     for (int digit = threadIdx.x / kWarp; digit < kDigits; digit += kWarps) {
       unsigned total = counts[digit * kWarp + threadIdx.x % kWarp];
       if (!kBatch)
@@ -66,20 +66,19 @@ struct Collect {
 template <class Code, bool kBatch, bool kShared>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) select_kernel(Plan plan) {
   extern __shared__ float4 dynamic[];
-  __shared__ Block block;
   unsigned* counts = reinterpret_cast<unsigned*>(dynamic);
-  float* table = reinterpret_cast<float*>(counts + kDigits * kWarp);
+  float* shared = reinterpret_cast<float*>(counts + kDigits * kWarp);
   const Lane lane = lane_of<kBatch>(plan);
   Radix* radix = plan.radix + (lane.active ? lane.query : 0);
   if (plan.shift < 0) {
     Collect collect{plan.keys + lane.query * plan.capacity, radix, radix->bound};
-    scan<Code, kBatch, kShared>(plan, lane, block, table, collect);
+    scan<Code, kBatch, kShared>(plan, lane, shared, collect);
     return;
   }
   Histogram<kBatch> histogram{counts, radix->bound, plan.shift, radix->done != 0};
   if (__syncthreads_and(histogram.done || !lane.active)) return;
   for (int i = threadIdx.x; i < kDigits * kWarp; i += kThreads) counts[i] = 0;
-  scan<Code, kBatch, kShared>(plan, lane, block, table, histogram);
+  scan<Code, kBatch, kShared>(plan, lane, shared, histogram);
   histogram.add_to(plan.radix, lane);
 }
 
@@ -97,12 +96,12 @@ __global__ void __launch_bounds__(kDigits) digit_kernel(Plan plan) {
   unsigned long long sum = count;
   for (int step = 1; step < kDigits; step *= 2) {
     sums[digit] = sum;
-    __syncthreads();
+    __syncthreads();  // the sums are there
     if (digit >= step) sum += sums[digit - step];
-    __syncthreads();
+    __syncthreads();  // the sums have been read
   }
   sums[digit] = sum;
-  __syncthreads();
+  __syncthreads();                              // the total is there
   const Key rest = kNone >> (56 - plan.shift);  // this digit and all after it
   if (sums[kDigits - 1] <= room) {
     if (digit == 0) {
