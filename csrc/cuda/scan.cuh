@@ -35,8 +35,9 @@ struct Plan {
   struct Radix* radix;  // [Q] where k > kMaxFused
   int64_t groups, slices, slice_rows, capacity;
   int tile_rows, tile_words;
-  int spread;  // log2 of the copies of an entry, or of the queries beside each other, in a table
-  int shift;   // of the digit that is looked at; below 0: collect
+  int table_words;  // in shared memory
+  int spread;       // log2 of the copies of an entry, or of the queries beside each other, in a table
+  int shift;        // of the digit that is looked at; below 0: collect
 };
 
 struct Lane {
@@ -65,8 +66,9 @@ struct Tile {
   static int words_for(int64_t bytes) { return (padded(static_cast<int>(bytes + 15) / 4 + 1) + 4) / 4 * 4; }
 
   // The four bytes from byte `at` on.
+  template <bool kAligned>
   __device__ uint32_t load(int at) const {
-    const int word = at >> 2, shift = (at & 3) * 8;
+    const int word = at >> 2, shift = kAligned ? 0 : (at & 3) * 8;
     const uint32_t low = words[padded(word)];
     return shift == 0 ? low : __funnelshift_r(low, words[padded(word + 1)], shift);
   }
@@ -136,16 +138,17 @@ __device__ void stage_table(const Plan& plan, const Lane& lane, float* staged) {
 
 // sum[i] = sum over m of fl(scale[m] * table[code m of row i]), in order of m and without fused multiply-add,
 // for the first `live` rows.
-template <class Code>
-__device__ void add_up(Tile tile, const int (&at)[kRows], int live, const float* scale, int M, const float* column,
-                       int spread, float (&sum)[kRows]) {
+template <class Code, bool kAligned>
+__device__ void add_up(Tile tile, const int (&at)[kRows], int live, const float* scale, int M, const float* table,
+                       uint32_t column, int spread, float (&sum)[kRows]) {
   constexpr int kPerWord = 4 / sizeof(Code);
   for (int i = 0; i < kRows; ++i) sum[i] = -0.0f;  // -0 + x is x, -0 too
+#pragma unroll 1
   for (int m = 0; m < M; m += kPerWord) {
     uint32_t word[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
-      if (i < live) word[i] = tile.load(at[i] + m * static_cast<int>(sizeof(Code)));
+      if (i < live) word[i] = tile.load<kAligned>(at[i] + m * static_cast<int>(sizeof(Code)));
 #pragma unroll
     for (int j = 0; j < kPerWord; ++j) {
       if (m + j >= M) break;
@@ -154,7 +157,9 @@ __device__ void add_up(Tile tile, const int (&at)[kRows], int live, const float*
       for (int i = 0; i < kRows; ++i) {
         if (i >= live) break;
         const uint32_t code = static_cast<Code>(word[i] >> j * 8 * sizeof(Code));
-        sum[i] = __fadd_rn(sum[i], __fmul_rn(s, column[code << spread]));
+        const uint32_t offset = code << (spread + 2) | column;  // in bytes; the column is less than a row
+        const float entry = *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + offset);
+        sum[i] = __fadd_rn(sum[i], __fmul_rn(s, entry));
       }
     }
   }
@@ -175,8 +180,8 @@ __device__ void costs_of(float (&sum)[kRows], const float (&norm)[kRows], float 
 template <class Code, bool kBatch, bool kShared, class Action>
 __device__ void scan(const Plan& plan, const Lane& lane, float* shared, Action& action) {
   float* scale = shared;
-  const Tile tile{reinterpret_cast<uint32_t*>(shared + kMaxLevels)};
-  float* staged_table = shared + kMaxLevels + plan.tile_words;
+  float* staged_table = shared + kMaxLevels;  // at an address known to the compiler
+  const Tile tile{reinterpret_cast<uint32_t*>(staged_table + plan.table_words)};
   const Search& job = plan.job;
   const int thread = threadIdx.x, M = static_cast<int>(job.M);
 #pragma unroll 1
@@ -187,7 +192,7 @@ __device__ void scan(const Plan& plan, const Lane& lane, float* shared, Action& 
   const float* table = kShared  ? staged_table
                        : kBatch ? plan.tables + lane.group * job.K * kWarp
                                 : job.table + lane.query * job.K;
-  const float* column = table + (plan.spread ? thread % kWarp : 0);
+  const uint32_t column = plan.spread ? thread % kWarp * sizeof(float) : 0;
   const float constant = lane.active ? job.constants[lane.query] : 0;
   const float length = lane.active && job.lengths ? job.lengths[lane.query] : 0;
 
@@ -208,13 +213,17 @@ __device__ void scan(const Plan& plan, const Lane& lane, float* shared, Action& 
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int row = base + first_row + i * kRowStep;
+        const int inside = row < rows ? row : 0;
         valid[i] = row < rows && lane.active;
-        at[i] = staged.lead + (row < rows ? row : 0) * staged.pitch;
-        norm[i] = job.norms && row < rows ? job.norms[first + row] : 0;
-        if (job.keep && row < rows) valid[i] &= job.keep[first + row] != 0;
+        at[i] = staged.lead + inside * staged.pitch;
+        norm[i] = job.norms ? job.norms[first + inside] : 0;
+        if (job.keep) valid[i] &= job.keep[first + inside] != 0;
       }
       const int live = kBatch ? kRows : (rows - base + kThreads - 1) / kThreads;  // may exceed kRows
-      add_up<Code>(tile, at, live, scale, M, column, kBatch ? 5 : plan.spread, cost);
+      if ((staged.lead | staged.pitch) % 4 == 0)
+        add_up<Code, true>(tile, at, live, scale, M, table, column, kBatch ? 5 : plan.spread, cost);
+      else
+        add_up<Code, false>(tile, at, live, scale, M, table, column, kBatch ? 5 : plan.spread, cost);
       if (job.metric == kL2)
         costs_of<kL2>(cost, norm, constant, length);
       else if (job.metric == kIp)

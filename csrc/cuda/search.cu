@@ -113,7 +113,8 @@ struct Round {
     const int64_t spread_out = job.K * kWarp * sizeof(float), flat = job.K * sizeof(float);
     const bool fits = own + spread_out <= limit, flat_fits = !layout.batch && own + flat <= limit;
     plan.spread = layout.batch || fits ? 5 : 0;
-    shared = own + (fits ? spread_out : flat_fits ? flat : 0);
+    plan.table_words = static_cast<int>(up(fits ? spread_out : flat_fits ? flat : 0, 16) / sizeof(float));
+    shared = own + plan.table_words * sizeof(float);
     kernel = job.wide ? kernel_of<uint16_t>(layout.fused, layout.batch, fits || flat_fits)
                       : kernel_of<uint8_t>(layout.fused, layout.batch, fits || flat_fits);
     const cudaError_t error =

@@ -17,10 +17,13 @@ struct Radix {
   unsigned histogram[kDigits];
 };
 
-// Counts the digit at `shift` of the keys that have the digits found so far, [digit][32]: a bank for each lane.
+// Counts the digit at `shift` of the keys that have the digits found so far, [digit][32]: a bank for each lane. Or,
+// with a shift below 0, writes the keys up to the bound in any order: the k best are among them.
 template <bool kBatch>
-struct Histogram {
+struct Select {
   unsigned* counts;  // shared
+  Key* keys;
+  Radix* radix;
   Key bound;
   int shift;
   bool done;
@@ -28,33 +31,23 @@ struct Histogram {
   __device__ void take(const Key (&key)[kRows], const bool (&valid)[kRows]) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const bool same = shift == 56 || (key[i] ^ bound) >> (shift + 8) == 0;
-      if (valid[i] && same && !done) atomicAdd(counts + (key[i] >> shift) % kDigits * kWarp + threadIdx.x % kWarp, 1u);
+      if (shift < 0) {
+        if (valid[i] && key[i] <= bound) keys[atomicAdd(&radix->collected, 1u)] = key[i];
+      } else if (valid[i] && !done && (shift == 56 || (key[i] ^ bound) >> (shift + 8) == 0)) {
+        atomicAdd(counts + (key[i] >> shift) % kDigits * kWarp + threadIdx.x % kWarp, 1u);
+      }
     }
   }
 
-  __device__ void add_to(Radix* radix, const Lane& lane) {
+  __device__ void add_up_counts(bool active) {
     __syncthreads();  // all keys are counted
+#pragma unroll 1
     for (int digit = threadIdx.x / kWarp; digit < kDigits; digit += kWarps) {
       unsigned total = counts[digit * kWarp + threadIdx.x % kWarp];
       if (!kBatch)
         for (int i = kWarp / 2; i > 0; i /= 2) total += __shfl_xor_sync(~0u, total, i);
-      if (lane.active && total > 0 && (kBatch || threadIdx.x % kWarp == 0))
-        atomicAdd(radix[lane.query].histogram + digit, total);
+      if (active && total > 0 && (kBatch || threadIdx.x % kWarp == 0)) atomicAdd(radix->histogram + digit, total);
     }
-  }
-};
-
-// Writes the keys up to the bound in any order: the k best among them, or all there are.
-struct Collect {
-  Key* keys;
-  Radix* radix;
-  Key bound;
-
-  __device__ void take(const Key (&key)[kRows], const bool (&valid)[kRows]) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      if (valid[i] && key[i] <= bound) keys[atomicAdd(&radix->collected, 1u)] = key[i];
   }
 };
 
@@ -70,21 +63,19 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) select_kernel(Plan pla
   float* shared = reinterpret_cast<float*>(counts + kDigits * kWarp);
   const Lane lane = lane_of<kBatch>(plan);
   Radix* radix = plan.radix + (lane.active ? lane.query : 0);
-  if (plan.shift < 0) {
-    Collect collect{plan.keys + lane.query * plan.capacity, radix, radix->bound};
-    scan<Code, kBatch, kShared>(plan, lane, shared, collect);
-    return;
-  }
-  Histogram<kBatch> histogram{counts, radix->bound, plan.shift, radix->done != 0};
-  if (__syncthreads_and(histogram.done || !lane.active)) return;
-  for (int i = threadIdx.x; i < kDigits * kWarp; i += kThreads) counts[i] = 0;
-  scan<Code, kBatch, kShared>(plan, lane, shared, histogram);
-  histogram.add_to(plan.radix, lane);
+  Key* keys = plan.keys + lane.query * plan.capacity;
+  Select<kBatch> select{counts, keys, radix, radix->bound, plan.shift, radix->done != 0};
+  const bool counting = plan.shift >= 0;
+  if (__syncthreads_and(counting && (select.done || !lane.active))) return;
+  for (int i = threadIdx.x; i < kDigits * kWarp && counting; i += kThreads) counts[i] = 0;
+  scan<Code, kBatch, kShared>(plan, lane, shared, select);
+  if (counting) select.add_up_counts(lane.active);
 }
 
-// Math:     the digit of the k-th best key, from the counts of all digits; done once there is room for all keys up to
-// it Tiling:   one block owns one query, one thread one digit Memory:   256 counts are read, and cleared for the next
-// digit Numerics: integers
+// Math:     the digit of the k-th best key from the counts of all digits; done once all keys up to it have room
+// Tiling:   one block owns one query, one thread one digit
+// Memory:   256 counts are read, and cleared for the next digit
+// Numerics: integers
 __global__ void __launch_bounds__(kDigits) digit_kernel(Plan plan) {
   __shared__ unsigned long long sums[kDigits];
   Radix& radix = plan.radix[blockIdx.x];
