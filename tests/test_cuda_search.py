@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -241,15 +242,14 @@ def in_rounds(host, folder) -> Simulator:
     return Simulator(host, folder, "in_rounds", SMALL_CONSTANTS)
 
 
-def on_gpu(case: Case) -> tuple[Tensor, Tensor]:
-    device = torch.device("cuda")
-    given = {name: tensor.to(device) for name, tensor in case.tensors.items()}
-    scores = torch.empty(case.Q, case.k, device=device)
-    positions = torch.empty(case.Q, case.k, dtype=torch.int64, device=device)
+def on_gpu(case: Case, enqueue: Callable[[dict[str, int]], None]) -> tuple[Tensor, Tensor]:
+    """What enqueue(job), a search on the GPU, makes of the case."""
+    given = {name: tensor.cuda() for name, tensor in case.tensors.items()}
+    scores = torch.empty(case.Q, case.k, device="cuda")
+    positions = torch.empty(case.Q, case.k, dtype=torch.int64, device="cuda")
     job = {name: given[name].data_ptr() if name in given else 0 for name in POINTERS}
     job["codes"] += case.lead * case.dtype.itemsize
-    job |= {"scores": scores.data_ptr(), "positions": positions.data_ptr()} | case.sizes()
-    _native._search_cuda(job, device)
+    enqueue(job | {"scores": scores.data_ptr(), "positions": positions.data_ptr()} | case.sizes())
     return scores.cpu(), positions.cpu()
 
 
@@ -331,24 +331,22 @@ def random_case(seed: int) -> Case:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.parametrize("case", CASES + ODD_CASES, ids=str)
 def test_bits_of_the_reference_on_a_gpu(case):
-    assert_right(case, *on_gpu(case))
+    assert_right(case, *on_gpu(case, lambda job: _native._search_cuda(job, torch.device("cuda"))))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.parametrize("k", [10, 300])
-def test_streams_and_graphs(k):
-    case, stream, graph = Case(20, 5000, 256, 4, k), torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    given = {name: tensor.cuda() for name, tensor in case.tensors.items()}
-    scores = torch.zeros(case.Q, k, device="cuda")
-    positions = torch.zeros(case.Q, k, dtype=torch.int64, device="cuda")
-    job = {name: given[name].data_ptr() if name in given else 0 for name in POINTERS} | case.sizes()
-    job |= {"scores": scores.data_ptr(), "positions": positions.data_ptr()}
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.graph(graph, stream=stream):
-        _native._search_cuda(job, torch.device("cuda"))
-    graph.replay()
-    torch.cuda.synchronize()
-    assert_right(case, scores.cpu(), positions.cpu())
+def test_graphs_on_a_stream_of_their_own(k):
+    graph = torch.cuda.CUDAGraph()
+
+    def capture_and_replay(job: dict[str, int]) -> None:
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
+            _native._search_cuda(job, torch.device("cuda"))
+        graph.replay()
+        torch.cuda.synchronize()
+
+    case = Case(20, 5000, 256, 4, k)
+    assert_right(case, *on_gpu(case, capture_and_replay))
 
 
 def test_nan_comes_last(simulator):
@@ -408,7 +406,7 @@ def counted(simulator: Simulator, case: Case, kernel: str) -> Counter[tuple[str,
     return counts
 
 
-@pytest.mark.parametrize("M", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("M", [1, 4, 8, 16])
 @pytest.mark.parametrize("Q", [1, 32])
 @pytest.mark.parametrize("wide", [False, True])
 def test_lookups_without_conflicts_and_coalesced_loads(simulator, Q, M, wide):

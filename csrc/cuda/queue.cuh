@@ -54,8 +54,9 @@ struct Queues {
   int* count;    // shared [queries]; may exceed the capacity by what did not go in
   Key* bound;    // shared [queries]: the k-th best, kNone as long as there are fewer
   int capacity, k;
-  int mine;   // this lane's query
-  Key limit;  // its bound
+  int mine;     // this lane's query
+  Key limit;    // its bound
+  float worst;  // the cost in it; nothing is above NaN
 
   __device__ void clear() {
     if (threadIdx.x < (kBatch ? kWarp : 1)) {
@@ -63,31 +64,40 @@ struct Queues {
       bound[threadIdx.x] = kNone;
     }
     limit = kNone;
+    worst = cost_of(kNone);
     __syncthreads();  // the queues are empty
   }
 
-  // Whoever finds his queue full waits until it has been cut to its k best, and tries again.
-  __device__ void take(const Key (&key)[kRows], const bool (&valid)[kRows]) {
-    bool waiting[kRows];
-    for (int i = 0; i < kRows; ++i) waiting[i] = valid[i];
-    bool any;
-    do {
-      any = false;
+  // Most codes are worse than the k-th best, which one comparison of costs shows.
+  __device__ void take(const Scored& scored) {
+    Key key[kRows];
+    bool waiting[kRows], any = false;
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (!waiting[i]) continue;
-        waiting[i] = key[i] < limit;
-        if (!waiting[i]) continue;
-        const int slot = atomicAdd(count + mine, 1);
-        if (slot < capacity) {
-          keys[static_cast<int64_t>(mine) * capacity + slot] = key[i];
-          waiting[i] = false;
+    for (int i = 0; i < kRows; ++i) any |= waiting[i] = scored.valid[i] && !(scored.cost[i] > worst);
+    if (any)
+      for (int i = 0; i < kRows; ++i) key[i] = scored.key(i);
+    offer(key, waiting, any);
+  }
+
+  // Whoever finds his queue full waits until it has been cut to its k best, and tries again.
+  __device__ void offer(const Key (&key)[kRows], bool (&waiting)[kRows], bool any) {
+    bool full;
+    do {
+      full = false;
+      if (any) {
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          if (!waiting[i] || key[i] >= limit) continue;
+          const int slot = atomicAdd(count + mine, 1);
+          waiting[i] = slot >= capacity;
+          if (!waiting[i]) keys[static_cast<int64_t>(mine) * capacity + slot] = key[i];
+          full |= waiting[i];
         }
-        any |= waiting[i];
       }
-      any = __syncthreads_or(any);
-      if (any) cut((k + capacity) / 2);
-    } while (any);
+      any = full;
+      full = __syncthreads_or(full);
+      if (full) cut((k + capacity) / 2);
+    } while (full);
   }
 
   // Leaves the k best, sorted, in every queue that has more than `enough` keys.
@@ -112,6 +122,7 @@ struct Queues {
     }
     __syncthreads();  // all queues are cut
     limit = bound[mine];
+    worst = cost_of(limit);
   }
 };
 
@@ -131,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) queue_kernel(Plan plan
   Key* scratch = reinterpret_cast<Key*>(dynamic);
   const int mine = kBatch ? threadIdx.x % kWarp : 0;
   Queues<kBatch> queues{keys, scratch, count, bound, static_cast<int>(plan.capacity), static_cast<int>(plan.job.k),
-                        mine, kNone};
+                        mine, kNone,   0};
   queues.clear();
   scan<Code, kBatch, kShared>(plan, lane, reinterpret_cast<float*>(scratch + kSortKeys), queues);
   queues.cut(-1);
@@ -148,17 +159,18 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(Plan plan, int width) {
   __shared__ Key bound;
   const int64_t q = blockIdx.x, k = plan.job.k;
   const Key* keys = plan.keys + (q / width * plan.slices * width + q % width) * plan.capacity;
-  Queues<false> queues{queue, scratch, &count, &bound, static_cast<int>(plan.capacity), static_cast<int>(k), 0, kNone};
+  Queues<false> queues{queue, scratch, &count, &bound, static_cast<int>(plan.capacity), static_cast<int>(k),
+                       0,     kNone,   0};
   queues.clear();
   for (int64_t base = 0; base < plan.slices * k; base += kRows * kThreads) {
     Key key[kRows];
-    bool valid[kRows];
+    bool valid[kRows], any = false;
     for (int i = 0; i < kRows; ++i) {
       const int64_t at = base + i * kThreads + threadIdx.x;
       key[i] = at < plan.slices * k ? keys[at / k * width * plan.capacity + at % k] : kNone;
-      valid[i] = key[i] != kNone;
+      any |= valid[i] = key[i] != kNone;
     }
-    queues.take(key, valid);
+    queues.offer(key, valid, any);
   }
   queues.cut(-1);
   for (int i = threadIdx.x; i < k; i += kThreads) emit(plan.job, q, i, queue[i]);

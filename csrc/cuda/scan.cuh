@@ -20,12 +20,27 @@ constexpr int kBlocksPerSm = 4;  // so at most 64 registers a thread
 using Key = unsigned long long;
 constexpr Key kNone = ~Key{0};
 
-__device__ inline Key key_of(float cost, int64_t position) {
+__device__ inline Key key_of(float cost, uint32_t position) {
   cost += 0.0f;  // -0 becomes 0, the two tie
   const uint32_t bits = __float_as_uint(cost);
   const uint32_t order = cost != cost ? ~0u : bits ^ (bits >> 31 ? ~0u : 0x80000000u);  // NaN last
-  return static_cast<Key>(order) << 32 | static_cast<uint32_t>(position);
+  return static_cast<Key>(order) << 32 | position;
 }
+
+// The cost within a key; NaN for kNone.
+__device__ inline float cost_of(Key key) {
+  const uint32_t order = static_cast<uint32_t>(key >> 32);
+  return __uint_as_float(order ^ (order >> 31 ? 0x80000000u : ~0u));
+}
+
+// What a lane found out about kRows codes.
+struct Scored {
+  float cost[kRows];
+  bool valid[kRows];
+  uint32_t position, step;  // of the first code, and from each to the next
+
+  __device__ Key key(int i) const { return key_of(cost[i], position + i * step); }
+};
 
 // A search of some queries, as the kernels see it. A group is 32 queries in a batch, else one.
 struct Plan {
@@ -207,32 +222,30 @@ __device__ void scan(const Plan& plan, const Lane& lane, float* shared, Action& 
     __syncthreads();  // the tile is there
     for (int base = 0; base < rows; base += kRows * (kBatch ? kWarps : kThreads)) {
       int at[kRows];
-      bool valid[kRows];
-      float norm[kRows], cost[kRows];
-      Key key[kRows];
+      float norm[kRows];
+      Scored scored;
+      scored.position = static_cast<uint32_t>(first) + base + first_row;
+      scored.step = kRowStep;
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int row = base + first_row + i * kRowStep;
-        const int inside = row < rows ? row : 0;
-        valid[i] = row < rows && lane.active;
-        at[i] = staged.lead + inside * staged.pitch;
-        norm[i] = job.norms ? job.norms[first + inside] : 0;
-        if (job.keep) valid[i] &= job.keep[first + inside] != 0;
+        scored.valid[i] = row < rows && lane.active;
+        at[i] = staged.lead + (row < rows ? row : 0) * staged.pitch;
+        norm[i] = job.norms && row < rows ? job.norms[first + row] : 0;
+        if (job.keep && row < rows) scored.valid[i] &= job.keep[first + row] != 0;
       }
       const int live = kBatch ? kRows : (rows - base + kThreads - 1) / kThreads;  // may exceed kRows
       if ((staged.lead | staged.pitch) % 4 == 0)
-        add_up<Code, true>(tile, at, live, scale, M, table, column, kBatch ? 5 : plan.spread, cost);
+        add_up<Code, true>(tile, at, live, scale, M, table, column, kBatch ? 5 : plan.spread, scored.cost);
       else
-        add_up<Code, false>(tile, at, live, scale, M, table, column, kBatch ? 5 : plan.spread, cost);
+        add_up<Code, false>(tile, at, live, scale, M, table, column, kBatch ? 5 : plan.spread, scored.cost);
       if (job.metric == kL2)
-        costs_of<kL2>(cost, norm, constant, length);
+        costs_of<kL2>(scored.cost, norm, constant, length);
       else if (job.metric == kIp)
-        costs_of<kIp>(cost, norm, constant, length);
+        costs_of<kIp>(scored.cost, norm, constant, length);
       else
-        costs_of<kCosine>(cost, norm, constant, length);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) key[i] = key_of(cost[i], first + base + first_row + i * kRowStep);
-      action.take(key, valid);
+        costs_of<kCosine>(scored.cost, norm, constant, length);
+      action.take(scored);
     }
   }
 }

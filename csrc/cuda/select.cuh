@@ -28,13 +28,14 @@ struct Select {
   int shift;
   bool done;
 
-  __device__ void take(const Key (&key)[kRows], const bool (&valid)[kRows]) {
+  __device__ void take(const Scored& scored) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
+      const Key key = scored.key(i);
       if (shift < 0) {
-        if (valid[i] && key[i] <= bound) keys[atomicAdd(&radix->collected, 1u)] = key[i];
-      } else if (valid[i] && !done && (shift == 56 || (key[i] ^ bound) >> (shift + 8) == 0)) {
-        atomicAdd(counts + (key[i] >> shift) % kDigits * kWarp + threadIdx.x % kWarp, 1u);
+        if (scored.valid[i] && key <= bound) keys[atomicAdd(&radix->collected, 1u)] = key;
+      } else if (scored.valid[i] && !done && (shift == 56 || (key ^ bound) >> (shift + 8) == 0)) {
+        atomicAdd(counts + (key >> shift) % kDigits * kWarp + threadIdx.x % kWarp, 1u);
       }
     }
   }
