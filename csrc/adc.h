@@ -60,6 +60,20 @@ DRQ_INLINE float score_of(int metric, float sum, float norm, float constant, flo
 
 void search_cpu(const Search& job, int isa, int threads);
 
+// norms[n] = ||offset + xhat_n||^2 as docs/math.md, section 5, adds it up.
+struct Norms {
+  const float* gram;   // [K, K]  G = C C^T
+  const float* scale;  // [M]
+  const float* inner;  // [K]     2 <C_k, offset>, null without an offset
+  float constant;      // ||offset||^2
+  const void* codes;   // as in Search
+  float* norms;        // [N]
+  int64_t N, K, M, stride;
+  bool wide;
+};
+
+void norms_cpu(const Norms& job, int threads);
+
 #ifdef DRQ_FAST_CUDA
 // Enqueues on `stream` (a cudaStream_t) and returns at once. Null on success, else CUDA's own words.
 const char* lookup_cuda(const Lookup& job, void* stream);

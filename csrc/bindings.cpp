@@ -105,6 +105,20 @@ drq::Search search_of(const Arguments& job) {
           job.size("wide") != 0};
 }
 
+drq::Norms norms_of(const Arguments& job) {
+  return {job.pointer<float>("gram"),
+          job.pointer<float>("scale"),
+          job.pointer<float>("inner"),
+          job.number("constant"),
+          job.pointer<void>("codes"),
+          job.pointer<float>("norms"),
+          job.size("N"),
+          job.size("K"),
+          job.size("M"),
+          job.size("stride"),
+          job.size("wide") != 0};
+}
+
 int index_of(const std::string& isa) {
   for (int i = 0; i < drq::kIsaCount; ++i)
     if (isa == drq::kIsaNames[i] && drq::isa_supported(i)) return i;
@@ -149,6 +163,15 @@ PYBIND11_MODULE(_C, module) {
         drq::search_cpu(job, chosen, threads);
       },
       py::arg("isa"), py::arg("threads"));
+
+  module.def(
+      "norms_cpu",
+      [](int threads, const py::kwargs& arguments) {
+        const drq::Norms job = norms_of(Arguments{arguments});
+        py::gil_scoped_release release;
+        drq::norms_cpu(job, threads);
+      },
+      py::arg("threads"));
 
   module.def("supported_isas", [] {
     py::list names;

@@ -73,31 +73,33 @@ _KEYS = 1 << 22  # results [queries, k] that are merged at a time
 
 
 def scan(
-    table: Tensor,
+    prepared: reference.Prepared,
     codes: Tensor,
     scale: Tensor,
     scores: Tensor,
     positions: Tensor,
     metric: str,
-    constants: Tensor,
-    lengths: Tensor | None = None,
     norms: Tensor | None = None,
     keep: Tensor | None = None,
     threads: int = 1,
 ) -> None:
     """Fills scores [Q, k] and positions [Q, k] int64 with the best codes by score and position.
 
-    table [Q, K] float32, codes [N, M] uint8, or uint16 as int16, rows perhaps apart; scale [M]; constants [Q]: ||q||^2
-    for l2, else <q, offset>; lengths [Q]: ||q|| for cosine; norms [N] for l2 and cosine; keep [N] bool.
+    All in float32; codes [N, M] uint8, or two-byte codes in int16, rows perhaps apart; scale [M]; norms [N] for l2 and
+    cosine; keep [N] bool. On a GPU it is enqueued.
     """
     assert extension is not None
+    table = prepared.table.contiguous()
     (Q, K), (N, M) = table.shape, codes.shape
-    tensors = {"table": table, "scale": scale, "codes": codes, "norms": norms, "constants": constants}
-    tensors |= {"lengths": lengths, "keep": keep, "scores": scores, "positions": positions}
+    tensors = {"table": table, "scale": scale, "codes": codes, "norms": norms, "keep": keep}
+    tensors |= {"constants": prepared.constants, "lengths": prepared.lengths, "scores": scores, "positions": positions}
     job = {name: 0 if t is None else t.data_ptr() for name, t in tensors.items()}
     job |= {"Q": Q, "N": N, "K": K, "M": M, "k": scores.shape[1], "stride": codes.stride(0) if N > 1 else M}
     job |= {"metric": _METRICS[metric], "wide": codes.dtype == torch.int16}
-    extension.search_cpu(isa=instruction_set(), threads=threads, **job)
+    if table.device.type == "cpu":
+        extension.search_cpu(isa=instruction_set(), threads=threads, **job)
+    else:
+        _search_cuda(job, table.device)
 
 
 def search(
@@ -112,43 +114,59 @@ def search(
     norms: Tensor | None = None,
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`reference.search` in float32 without a gradient: (scores [Q, k], positions [Q, k]).
-
-    Many queries are shared out among threads, of few queries the codes are.
-    """
-    codebook, scale = codebook.float().contiguous(), scale.float().contiguous()
+    """`reference.search` in float32, without a gradient and with norms given: (scores [Q, k], positions [Q, k])."""
+    device = query.device
+    codebook, scale, codes = codebook.float().contiguous(), scale.float().contiguous(), _dense_rows(codes)
     offset = None if offset is None else offset.float()
-    codes = _dense_rows(codes)
-    if metric != "ip" and norms is None:
-        norms = reference.squared_norms(codes, codebook, scale, offset if metric == "cosine" else None)
     norms = None if norms is None or metric == "ip" else norms.float().contiguous()
     keep = None if keep is None else keep.contiguous()
-    results = torch.empty(len(query), k, device="cpu"), torch.empty(len(query), k, dtype=torch.int64, device="cpu")
+    scores = torch.empty(len(query), k, dtype=torch.float32, device=device)
+    positions = torch.empty(len(query), k, dtype=torch.int64, device=device)
     # The scan has threads of its own; a large product with the codebook is worth some around it.
-    apart = len(query) * codebook.numel() > _PRODUCT and len(query) >= 2 * _QUERIES
+    large = len(query) * codebook.numel() > _PRODUCT and len(query) >= 2 * _QUERIES
+    apart = device.type == "cpu" and large
     threads = 1 if apart else torch.get_num_threads()
     step = max(1, min(16 * _QUERIES, _KEYS // k, _KEYS // len(codebook)))
 
     def work(part: int, rows: slice) -> None:
         for first in range(rows.start, rows.stop, step):
             here = slice(first, min(first + step, rows.stop))
-            q = query[here].float()
-            if metric == "l2":
-                q = q if offset is None else q - offset
-                constants = q.square().sum(dim=1)
-            else:
-                constants = q.new_zeros(len(q)) if offset is None else q @ offset
-            lengths = q.square().sum(dim=1).sqrt() if metric == "cosine" else None
-            found = [result[here] for result in results]
-            table = torch.mm(q, codebook.T)
-            scan(table, codes, scale, *found, metric, constants, lengths, norms, keep, threads)
+            prepared = reference.prepare(query[here].float(), codebook, offset, metric)
+            scan(prepared, codes, scale, scores[here], positions[here], metric, norms, keep, threads)
 
     if apart:
         _in_threads(work, len(query), _QUERIES)
-    else:
-        with torch.no_grad(), _one_thread():
+    elif device.type == "cpu":
+        with _one_thread():
             work(0, slice(0, len(query)))
-    return results
+    else:
+        work(0, slice(0, len(query)))
+    return scores, positions
+
+
+def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """`reference.squared_norms` in float32, the same bits; two-byte codes in int16."""
+    assert extension is not None
+    codebook, scale, codes = codebook.float(), scale.float().contiguous(), _dense_rows(codes)
+    gram = codebook @ codebook.T
+    (N, M), K = codes.shape, len(codebook)
+    inner = None if offset is None else 2 * (codebook @ offset.float())
+    norms = _floats(N)
+    extension.norms_cpu(
+        gram=gram.data_ptr(),
+        scale=scale.data_ptr(),
+        inner=0 if inner is None else inner.data_ptr(),
+        constant=0.0 if offset is None else float(offset.float() @ offset.float()),
+        codes=codes.data_ptr(),
+        norms=norms.data_ptr(),
+        N=N,
+        K=K,
+        M=M,
+        stride=codes.stride(0) if N > 1 else M,
+        wide=codes.dtype == torch.int16,
+        threads=torch.get_num_threads(),
+    )
+    return norms
 
 
 def _dense_rows(codes: Tensor) -> Tensor:
@@ -196,7 +214,7 @@ def _centred(x: Tensor, offset: Tensor | None) -> Tensor:
 
 
 def _in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_ROWS) -> None:
-    """work(part, rows) for as many parts of 0..N as torch has threads, each in a thread of its own, `least` rows or more.
+    """work(part, rows) for parts of 0..N, one per thread of torch and of at least so many rows, each in its own thread.
 
     Within them torch computes with one thread. So a tile stays in the cache of one core, and nobody has to wait for
     threads of torch's that keep spinning after a matrix product.

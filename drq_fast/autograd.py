@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, reference
 
 
 class QuantizationLoss(torch.autograd.Function):
@@ -46,12 +46,51 @@ class QuantizationLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, codebook, scale and offset."""
-        if torch.is_grad_enabled():  # create_graph=True: a silent zero would be wrong
-            raise RuntimeError('loss: the native backend has no second derivatives; backend="torch" has.')
+        _refuse_second_derivatives("loss", "native")
         dx, dcodebook, dscale = (g if dloss == 1 else g * dloss for g in ctx.saved_tensors)
         doffset = None if ctx.dtypes[3] is None else -dx.sum(dim=0)
         gradients = (dx, dcodebook, dscale, doffset)
         return *(g if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)), *[None] * 4
+
+
+class Lookup(torch.autograd.Function):
+    """`reference.lookup` by compiled code; the gradients are added up in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        """sums [Q, N] of table [Q, K], codes [N, M] or [Q, N, M], scale [M]."""
+        ctx.save_for_backward(table, codes, scale)
+        return _native.lookup(table, codes, scale) if codes.ndim == 2 else reference.lookup(table, codes, scale)
+
+    @staticmethod
+    def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of table and scale."""
+        _refuse_second_derivatives("adc", "native")
+        table, codes, scale = ctx.saved_tensors
+        dtable, dscale = torch.zeros_like(table), torch.zeros_like(scale)
+        for m in range(codes.shape[-1]):
+            by_codeword = _sums_by_codeword(dsums, codes[..., m].long(), table.shape[1])
+            dtable += scale[m] * by_codeword
+            dscale[m] = (table * by_codeword).sum()
+        return dtable, None, dscale
+
+
+def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """`reference.lookup` by compiled code; differentiable once."""
+    sums: Tensor = Lookup.apply(table, codes, scale)
+    return sums
+
+
+def _sums_by_codeword(values: Tensor, codes: Tensor, K: int) -> Tensor:
+    """[Q, K]: the values [Q, N] summed by their codes [N] or [Q, N]; by one-hot products where adding has no order."""
+    if values.device.type == "cpu":
+        if codes.ndim == 1:
+            return values.new_zeros(K, len(values)).index_add_(0, codes, values.T).T
+        return torch.zeros(len(values), K).scatter_add_(1, codes, values)
+    total = values.new_zeros(len(values), K)
+    for part, columns in zip(values.split(4096, dim=1), codes.split(4096, dim=-1), strict=True):
+        total += (part[:, None] @ torch.nn.functional.one_hot(columns, K).to(values)).squeeze(1)
+    return total
 
 
 class TritonDistortion(torch.autograd.Function):
@@ -140,6 +179,6 @@ def _centred(x: Tensor, offset: Tensor | None) -> Tensor:
     return (x.float() if offset is None else x.float() - offset.float()).contiguous()
 
 
-def _refuse_second_derivatives(op: str) -> None:
+def _refuse_second_derivatives(op: str, backend: str = "triton") -> None:
     if torch.is_grad_enabled():  # create_graph=True: a silent zero would be wrong
-        raise RuntimeError(f'{op}: the triton backend has no second derivatives; backend="torch" has.')
+        raise RuntimeError(f'{op}: the {backend} backend has no second derivatives; backend="torch" has.')

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import _native, checks, reference
 from . import backend as _backend
-from .autograd import QuantizationLoss, TritonDistortion, TritonQuantize
+from .autograd import QuantizationLoss, TritonDistortion, TritonQuantize, lookup
 from .reference import Distortion, Loss, Quantized, SearchResult
 
 __all__ = [
@@ -202,9 +202,18 @@ def adc(
     >>> scores = adc(query, codes, codebook, scale, metric="ip", levels=2)
     """
     codes, length = _check_search("adc", query, codes, codebook, scale, offset, metric, levels, norms)
-    lookup = _choose_lookup("adc", backend, query, codebook, scale, offset, norms)
+    inputs = (query, codebook, scale, offset, norms)
+    native = _backend.choose("adc", query.device, backend, _unsupported_at_all(*inputs)) == "native"
     return reference.adc(
-        query, codes, codebook, scale, offset=offset, metric=metric, levels=length, norms=norms, lookup=lookup
+        query,
+        codes,
+        codebook,
+        scale,
+        offset=offset,
+        metric=metric,
+        levels=length,
+        norms=norms,
+        lookup=lookup if native else reference.lookup,
     )
 
 
@@ -232,20 +241,65 @@ def search(
     codes, length = _check_search("search", query, codes, codebook, scale, offset, metric, levels, norms)
     checks.integer("search", "k", k, 1)
     checks.mask("search", keep, len(codes), codebook.device)
-    lookup = _choose_lookup("search", backend, query, codebook, scale, offset, norms)
-    return reference.search(
+    codes, scale = codes[:, :length], scale[:length]
+    return search_unchecked(query, codes, codebook, scale, k, offset, metric, norms, keep, backend)
+
+
+def search_unchecked(
+    query: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    k: int,
+    offset: Tensor | None,
+    metric: str,
+    norms: Tensor | None,
+    keep: Tensor | None,
+    backend: str | None = None,
+) -> SearchResult:
+    """`search` in all levels of codes that are known to be right; int16 stands for two-byte codes bit by bit."""
+    inputs = (query, codebook, scale, offset, norms)
+    if _backend.choose("search", query.device, backend, _unsupported_at_all(*inputs)) == "torch":
+        codes = two_bytes(codes)
+        return reference.search(
+            query, codes, codebook, scale, k=k, offset=offset, metric=metric, norms=norms, keep=keep
+        )
+    if metric != "ip" and norms is None:
+        norms = squared_norms(codes, codebook, scale, offset if metric == "cosine" else None)
+    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+        scores, positions = _native.search(
+            query, codes, codebook, scale, k=k, offset=offset, metric=metric, norms=norms, keep=keep
+        )
+    if not _wants_gradient(*inputs) or len(codes) == 0:
+        return SearchResult(scores, positions)
+    # The same scores once more, for what was found: this time with a gradient.
+    rows = positions.clamp_min(0)
+    exact = reference.adc(
         query,
-        codes,
+        two_bytes(codes)[rows],
         codebook,
         scale,
-        k=k,
         offset=offset,
         metric=metric,
-        levels=length,
-        norms=norms,
-        keep=keep,
+        norms=norms[rows] if norms is not None and norms.requires_grad else None,
         lookup=lookup,
     )
+    return SearchResult(torch.where(positions >= 0, exact, scores), positions)
+
+
+def two_bytes(codes: Tensor) -> Tensor:
+    """Codes as numbers: two-byte codes, which an index keeps bit by bit in int16, as int32; others as they are."""
+    return codes.to(torch.int32) & 0xFFFF if codes.dtype == torch.int16 else codes
+
+
+def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+    """||offset + xhat||^2 [N] in float32 or better, of codes that are known to be right."""
+    parts = (codebook, scale, offset)
+    with torch.autocast(codebook.device.type, enabled=False):
+        small = len(codebook) <= _native.MAX_CODEWORDS and not _wants_gradient(*parts)
+        if small and codebook.device.type == "cpu" and _native.extension and not _unsupported_at_all(*parts):
+            return _native.squared_norms(codes, codebook, scale, offset)
+        return reference.squared_norms(two_bytes(codes), codebook, scale, offset)
 
 
 def _triton_encode(
@@ -302,16 +356,13 @@ def _check_search(
     return codes, checks.levels(op, levels, codes.shape[1])
 
 
-def _choose_lookup(op: str, backend: str | None, *inputs: Tensor | None) -> reference.Lookup:
-    query = inputs[0]
-    assert query is not None
-    taken = _backend.choose(op, query.device, backend, _unsupported(*inputs))
-    return _native.lookup if taken == "native" else reference.lookup
+def _wants_gradient(*inputs: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
 
 
 def _unsupported(*inputs: Tensor | None) -> str | None:
     """Why no kernel without a gradient may be used for these inputs, if so."""
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+    if _wants_gradient(*inputs):
         return "it gives no gradient, and an input requires one"
     return _unsupported_at_all(*inputs)
 

@@ -162,11 +162,49 @@ def decode(
 
 
 def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """sums [Q, N] = <q, xhat_n>: the terms fl(scale[m] * T[b_m]) added level by level, without fused multiply-add."""
-    sums = (scale[0] * table)[:, codes[:, 0].long()]
-    for m in range(1, codes.shape[1]):
-        sums = sums + (scale[m] * table)[:, codes[:, m].long()]
-    return sums
+    """sums [Q, N] = <q, xhat_n>: the terms fl(scale[m] * T[b_m]) added level by level, without fused multiply-add.
+
+    codes [N, M] are the same for all queries, codes [Q, N, M] are each query's own.
+    """
+    terms = [_entries(scale[m] * table, codes[..., m].long()) for m in range(codes.shape[-1])]
+    return reduce(torch.add, terms)
+
+
+def _entries(table: Tensor, columns: Tensor) -> Tensor:
+    return table[:, columns] if columns.ndim == 1 else table.gather(1, columns)
+
+
+class Prepared(NamedTuple):
+    """What a search knows of its queries: table [Q, K] = q C^T; constants [Q]: ||q||^2 (l2) or <q, offset>;
+    lengths [Q]: ||q|| (cosine). For l2, q is the query less the offset."""
+
+    table: Tensor
+    constants: Tensor
+    lengths: Tensor | None
+
+
+def prepare(query: Tensor, codebook: Tensor, offset: Tensor | None, metric: str) -> Prepared:
+    """Of queries [Q, D], in the dtype they all have in common."""
+    if metric == "l2":
+        query = query if offset is None else query - offset
+        return Prepared(query @ codebook.T, query.square().sum(dim=1), None)
+    constants = query.new_zeros(len(query)) if offset is None else query @ offset
+    return Prepared(query @ codebook.T, constants, _norm(query) if metric == "cosine" else None)
+
+
+def scores_of(sums: Tensor, norms: Tensor | None, prepared: Prepared, metric: str) -> Tensor:
+    """Scores [Q, N] from sums [Q, N] and norms [N] or [Q, N]."""
+    constants, lengths = prepared.constants[:, None], prepared.lengths
+    if metric == "ip":
+        return sums + constants
+    assert norms is not None
+    if metric == "l2":
+        return (norms - 2 * sums) + constants
+    assert lengths is not None
+    inner = sums + constants
+    # torch's own root in float32 may be off by the last bit; by way of float64 it is the nearest number everywhere.
+    both = lengths[:, None] * _sqrt(norms.double()).to(norms.dtype)
+    return torch.where(both > 0, inner / torch.where(both > 0, both, 1), 0)
 
 
 def adc(
@@ -185,24 +223,18 @@ def adc(
 
     "l2" is the squared distance (less is better), "ip" the inner product, "cosine" the cosine (more is better).
     norms [N]: ||xhat||^2 for l2, ||offset + xhat||^2 for cosine, at the requested length; computed where absent.
+    codes [Q, N, M] are each query's own, norms [Q, N] then, too.
     """
     with torch.autocast(query.device.type, enabled=False):
         query, codebook, scale, offset, norms = _wide(query, codebook, scale, offset, norms)
-        codes = codes[:, :levels]
-        scale = scale[: codes.shape[1]]
-        if metric == "l2" and offset is not None:
-            query = query - offset
-        sums = lookup(query @ codebook.T, codes, scale)  # <q, xhat>
-        if metric == "l2":
-            norms = squared_norms(codes, codebook, scale) if norms is None else norms
-            return (norms - 2 * sums) + query.square().sum(dim=1, keepdim=True)
-        inner = sums if offset is None else sums + (query @ offset)[:, None]
-        if metric == "ip":
-            return inner
-        norms = squared_norms(codes, codebook, scale, offset) if norms is None else norms
-        # torch's own root in float32 may be off by the last bit; by way of float64 it is the nearest number everywhere.
-        lengths = _norm(query)[:, None] * _sqrt(norms.double()).to(norms.dtype)
-        return torch.where(lengths > 0, inner / torch.where(lengths > 0, lengths, 1), 0)
+        codes = codes[..., :levels]
+        scale = scale[: codes.shape[-1]]
+        prepared = prepare(query, codebook, offset, metric)
+        sums = lookup(prepared.table, codes, scale)  # <q, xhat>
+        if metric != "ip" and norms is None:
+            shift = offset if metric == "cosine" else None
+            norms = squared_norms(codes.flatten(0, -2), codebook, scale, shift).view(codes.shape[:-1])
+        return scores_of(sums, norms, prepared, metric)
 
 
 def search(
@@ -217,7 +249,6 @@ def search(
     levels: int | None = None,
     norms: Tensor | None = None,
     keep: Tensor | None = None,
-    lookup: Lookup = lookup,
 ) -> SearchResult:
     """The k best of codes [N, M] for each query [Q, D], in the order (score, position).
 
@@ -227,7 +258,7 @@ def search(
     if candidates is not None:
         codes = codes[candidates]
         norms = None if norms is None else norms[candidates]
-    scores = adc(query, codes, codebook, scale, offset=offset, metric=metric, levels=levels, norms=norms, lookup=lookup)
+    scores = adc(query, codes, codebook, scale, offset=offset, metric=metric, levels=levels, norms=norms)
     order = rank(scores.detach(), k, metric)
     return pad_result(scores.gather(1, order), order if candidates is None else candidates[order], k, metric)
 

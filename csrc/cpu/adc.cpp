@@ -38,7 +38,37 @@ void lookup_range(const Lookup& job, int64_t begin, int64_t end) {
   }
 }
 
+template <class Code>
+void norms_range(const Norms& job, int64_t begin, int64_t end) {
+  const Code* codes = static_cast<const Code*>(job.codes);
+  for (int64_t n = begin; n < end; ++n) {
+    const Code* code = codes + n * job.stride;
+    float total = 0;
+    for (int64_t i = 0; i < job.M; ++i) {
+      const float* row = job.gram + code[i] * job.K;
+      for (int64_t j = 0; j < i; ++j) total += 2 * job.scale[i] * job.scale[j] * row[code[j]];
+      total += job.scale[i] * job.scale[i] * row[code[i]];
+    }
+    if (job.inner != nullptr) {
+      for (int64_t i = 0; i < job.M; ++i) total += job.scale[i] * job.inner[code[i]];
+      total += job.constant;
+    }
+    job.norms[n] = total;
+  }
+}
+
 }  // namespace
+
+void norms_cpu(const Norms& job, int threads) {
+  constexpr int64_t kLeast = 1 << 12;  // codes that are worth a thread
+  parallel_for(job.N, static_cast<int>(std::min<int64_t>(threads, job.N / kLeast + 1)),
+               [&](int64_t begin, int64_t end, int64_t) {
+                 if (job.wide)
+                   norms_range<uint16_t>(job, begin, end);
+                 else
+                   norms_range<uint8_t>(job, begin, end);
+               });
+}
 
 void lookup_cpu(const Lookup& job, int threads) {
   const int64_t units = job.Q * ((job.N + kBlock - 1) / kBlock);
