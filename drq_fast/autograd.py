@@ -12,7 +12,7 @@ from . import _native, reference
 
 
 class QuantizationLoss(torch.autograd.Function):
-    """`reference.loss` by the native kernels, which form the gradients in the forward pass; backward scales them."""
+    """`reference.loss` by the native kernels, which form the gradients in the forward pass; backward hands them out."""
 
     @staticmethod
     def forward(
@@ -27,30 +27,25 @@ class QuantizationLoss(torch.autograd.Function):
         joint: str,
     ) -> tuple[Tensor, Tensor]:
         """(loss, codes [N, M] int64)."""
-        result = _native.loss(
-            x,
-            codebook,
-            scale,
-            gamma=gamma,
-            offset=offset,
-            weights=weights,
-            omega=omega,
-            joint=joint,
-            gradients=any(ctx.needs_input_grad[:4]),
-        )
+        ctx.save_for_backward(x, codebook, scale, offset, omega)
+        ctx.settings = {"gamma": gamma, "weights": weights, "joint": joint, "gradients": any(ctx.needs_input_grad[:4])}
+        result = _native.loss(x, codebook, scale, offset=offset, omega=omega, **ctx.settings)
         ctx.mark_non_differentiable(result.codes)
-        ctx.save_for_backward(result.dx, result.dcodebook, result.dscale)
-        ctx.dtypes = [None if t is None else t.dtype for t in (x, codebook, scale, offset)]
+        ctx.gradients = (result.dx, result.dcodebook, result.dscale)
         return result.loss, result.codes
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradients of x, codebook, scale and offset."""
+        """Gradients of x, codebook, scale and offset; given away the first time, formed anew after that."""
         _refuse_second_derivatives("loss", "native")
-        dx, dcodebook, dscale = (g if dloss == 1 else g * dloss for g in ctx.saved_tensors)
-        doffset = None if ctx.dtypes[3] is None else -dx.sum(dim=0)
-        gradients = (dx, dcodebook, dscale, doffset)
-        return *(g if g is None else g.to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)), *[None] * 4
+        gradients, ctx.gradients = ctx.gradients, None
+        x, codebook, scale, offset, omega = ctx.saved_tensors
+        if gradients is None:
+            gradients = _native.loss(x, codebook, scale, offset=offset, omega=omega, **ctx.settings)[2:]
+        if dloss != 1:
+            for gradient in gradients:
+                gradient.mul_(dloss)
+        return *_like_inputs(gradients, x, codebook, scale, offset), *[None] * 4
 
 
 class Lookup(torch.autograd.Function):

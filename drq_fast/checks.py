@@ -200,6 +200,17 @@ def in_kind(result: Tensor, like: Any) -> Any:
     return result.cpu().numpy() if isinstance(like, np.ndarray) else result
 
 
+def device(op: str, value: Any, default: torch.device) -> torch.device:
+    """A device that can hold a tensor here; None is the default."""
+    if value is None:
+        return default
+    try:
+        torch.empty(0, device=value)
+        return torch.device(value)
+    except (AssertionError, RuntimeError, TypeError) as error:
+        fail(op, "device", "a device that torch has here", f"{value!r} ({str(error).partition(chr(10))[0]})")
+
+
 def norms(op: str, value: Any, N: int, device: torch.device) -> None:
     if value is None:
         return

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: safetensors with a version and a checksum per tensor, replaced atomically."""
+"""Files that are whole or not there: safetensors with a version and checksums of everything, replaced atomically."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from . import checks
+
 FORMAT_VERSION = 1
 
 
@@ -24,7 +26,9 @@ class FileError(ValueError):
 
 def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     """Writes `tensors` and the JSON-able `config` to `path`; an old file there is kept until the new one is whole."""
-    target = Path(path)
+    target = _target("save", path)
+    if target.is_dir():
+        raise IsADirectoryError(f"save: {target} cannot be written: it is a folder.")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {
         "kind": f"drq_fast.{kind}",
@@ -32,10 +36,11 @@ def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], c
         "config": json.dumps(config, sort_keys=True),
         "checksums": json.dumps({name: checksum(tensor) for name, tensor in tensors.items()}, sort_keys=True),
     }
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         try:
-            save_file(tensors, temporary, metadata=header)
+            temporary.touch(exist_ok=False)  # here an error has the class that Python gives it
+            save_file(tensors, temporary, metadata=header | {"header": header_checksum(header)})
             _sync(temporary)
             os.replace(temporary, target)
             _sync(target.parent)
@@ -55,8 +60,9 @@ def read(
     Every tensor is verified against its checksum except those named in `unchecked`. With `mmap` tensors stay on disk
     until they are used.
     """
-    target = Path(path)
+    target = _target("load", path)
     try:
+        target.open("rb").close()  # here an error has the class that Python gives it
         with safe_open(target, framework="pt") as file:
             header = file.metadata() or {}
             _check_header(target, kind, header)
@@ -76,14 +82,14 @@ def read(
     skipped = frozenset(unchecked)
     for name, tensor in tensors.items():
         if name not in skipped:
-            verify(target, name, tensor, checksums[name])
+            verify("load", target, name, tensor, checksums[name])
     return tensors, config, checksums
 
 
-def verify(path: Path, name: str, tensor: Tensor, expected: str) -> None:
+def verify(op: str, path: Path, name: str, tensor: Tensor, expected: str) -> None:
     """FileError unless the tensor's bytes have the checksum that was stored with them."""
     if checksum(tensor) != expected:
-        raise FileError(f"load: {path} is corrupted (checksum of {name!r} does not match).")
+        raise FileError(f"{op}: {path} is corrupted (checksum of {name!r} does not match).")
 
 
 def checksum(tensor: Tensor) -> str:
@@ -94,12 +100,18 @@ def checksum(tensor: Tensor) -> str:
     return digest.hexdigest()
 
 
+def header_checksum(header: dict[str, str]) -> str:
+    """BLAKE2b of all entries of a header but "header", which holds it."""
+    entries = sorted((name, value) for name, value in header.items() if name != "header")
+    return hashlib.blake2b(json.dumps(entries).encode(), digest_size=16).hexdigest()
+
+
 def _check_header(path: Path, kind: str, header: dict[str, str]) -> None:
     found = header.get("kind", "")
     if not found.startswith("drq_fast."):
         raise FileError(f"load: {path} was not written by drq_fast.")
     if found != f"drq_fast.{kind}":
-        raise FileError(f"load: {path} holds a {found.removeprefix('drq_fast.')}, not a {kind}.")
+        raise FileError(f"load: {path} holds {_a(found.removeprefix('drq_fast.'))}, not {_a(kind)}.")
     version = header.get("version", "")
     if not version.isdecimal() or len(version) > 9 or int(version) < 1:
         raise FileError(f"load: {path} is corrupted (its version is {version[:20]!r}).")
@@ -108,6 +120,21 @@ def _check_header(path: Path, kind: str, header: dict[str, str]) -> None:
             f"load: {path} has format version {version}, newer than the {FORMAT_VERSION} that this drq_fast reads; "
             "upgrade drq_fast."
         )
+    if header.get("header") != header_checksum(header):
+        raise FileError(f"load: {path} is corrupted (checksum of its header does not match).")
+
+
+def _a(noun: str) -> str:
+    return f"an {noun}" if noun[:1] in "aeiou" else f"a {noun}"
+
+
+def _target(op: str, path: str | os.PathLike[str]) -> Path:
+    target = Path(path)
+    try:
+        str(target).encode()
+    except UnicodeEncodeError:
+        checks.fail(op, "path", "valid UTF-8, as safetensors wants it", ascii(str(target)))
+    return target
 
 
 def _same_kind(error: OSError, message: str) -> OSError:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import checks, files, fit, functional, reference
+from . import checks, files, fit, functional, modes, reference
 from .codes import bits
 from .quantizer import Array, RecurrentQuantizer
 
@@ -45,24 +45,39 @@ class Index:
             checks.fail("Index", "layer", "a RecurrentQuantizer", type(layer).__name__, error=TypeError)
         layer._require_initialised("Index")
         checks.choice("Index", "metric", metric, checks.METRICS)
-        place = layer.codebook.device if device is None else torch.device(device)
-        self._set_codec(
-            codebook=layer.codebook.detach().to(place, torch.float32, copy=True),
-            scale=layer.scale.detach().to(place, torch.float32, copy=True),
-            offset=None if layer.offset is None else layer.offset.detach().to(place, torch.float32, copy=True),
-        )
+        place = checks.device("Index", device, layer.codebook.device)
+        with modes.plain(place):
+            self._set_codec(
+                codebook=layer.codebook.to(place, torch.float32, copy=True),
+                scale=layer.scale.to(place, torch.float32, copy=True),
+                offset=None if layer.offset is None else layer.offset.to(place, torch.float32, copy=True),
+            )
+            codes = torch.empty(0, self.levels, dtype=self._storage, device=place)
+            ids = torch.empty(0, dtype=torch.int64, device=place)
+            alive = torch.empty(0, dtype=torch.bool, device=place)
         for name, value in self._codec().items():
             checks.finite("Index", name, value)
         self.metric, self.level_weights = metric, layer.level_weights
-        self._codes = torch.empty(0, self.levels, dtype=self._storage, device=place)
-        self._ids = torch.empty(0, dtype=torch.int64, device=place)
-        self._alive = torch.empty(0, dtype=torch.bool, device=place)
-        self._size = 0  # rows in use, removed ones among them
-        self._removed = 0
-        self._next_id = 0
         self._lock = threading.RLock()  # held while rows change and while a search notes what it will scan
-        self._norms: dict[int, Tensor] = {}  # by length, of all rows in use
-        self._unverified: tuple[Path, str] | None = None  # file of the codes and their checksum
+        self._mapped: Tensor | None = None  # codes that lie in a file
+        self._unverified: tuple[Path, str] | None = None  # that file and the checksum of its codes
+        self._set_rows(codes, ids, alive, size=0, removed=0, next_id=0)
+
+    def _set_rows(self, codes: Tensor, ids: Tensor, alive: Tensor, *, size: int, removed: int, next_id: int) -> None:
+        """All that changes when rows come or go, in one step: an exception or Ctrl-C leaves the old rows or the new.
+
+        size: rows in use, removed ones among them; the tensors may be longer.
+        """
+        self._codes: Tensor
+        self._ids: Tensor
+        self._alive: Tensor
+        self._size: int
+        self._removed: int
+        self._next_id: int
+        self._norms: dict[int, Tensor]  # by length, of all rows in use
+        self.__dict__.update(
+            _codes=codes, _ids=ids, _alive=alive, _size=size, _removed=removed, _next_id=next_id, _norms={}
+        )
 
     def _set_codec(self, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> None:
         self.codebook, self.scale, self.offset = codebook, scale, offset
@@ -76,13 +91,17 @@ class Index:
         return {name: value for name, value in parts.items() if value is not None}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        with self._lock:
+            return {name: value for name, value in self.__dict__.items() if name != "_lock"} | {
+                "_norms": dict(self._norms)
+            }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())
 
     def __len__(self) -> int:
-        return self._size - self._removed
+        with self._lock:
+            return self._size - self._removed
 
     def __repr__(self) -> str:
         return f"Index({len(self)} vectors of {self.dim} dimensions in {self.bits} bits, metric={self.metric!r})"
@@ -100,12 +119,14 @@ class Index:
     @property
     def ids(self) -> Tensor:
         """All ids in the index [len], oldest first."""
-        return self._ids[: self._size][self._alive[: self._size]]
+        with self._lock:
+            return self._ids[: self._size][self._alive[: self._size]]
 
     @property
     def codes(self) -> Tensor:
         """All codes in the index [len, levels], oldest first, uint8 for K <= 256, else int32."""
-        return self._wide(self._codes[: self._size][self._alive[: self._size]])
+        with self._lock:
+            return self._wide(self._codes[: self._size][self._alive[: self._size]])
 
     def encode(self, x: Array, beam: int = 1) -> Array:
         """x [N, dim] -> codes [N, levels], uint8 for K <= 256, else int32."""
@@ -169,44 +190,66 @@ class Index:
             missing = wanted[positions < 0]
             if len(missing):
                 checks.fail("remove", "ids", "in the index", f"{int(missing[0])}, which is not")
-            self._alive[positions] = False
-            self._removed += len(positions)
-            if self._removed > self._size // 2:
-                self._compact()
+            alive, removed = self._alive.clone(), self._removed + len(positions)
+            alive[positions] = False
+            if removed <= self._size // 2:
+                self.__dict__.update(_alive=alive, _removed=removed)
+                return
+            self._verify("remove")
+            rows = alive[: self._size].nonzero().squeeze(1)  # in their old order
+            self._set_rows(
+                self._codes[rows], self._ids[rows], alive[rows], size=len(rows), removed=0, next_id=self._next_id
+            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes codes, ids and codec to one safetensors file, atomically."""
+        """Writes codes, ids and codec to one safetensors file, atomically. Verifies a mapped index first."""
         with self._lock:
-            tensors = self._codec() | {"codes": self._codes[: self._size][self._alive[: self._size]], "ids": self.ids}
-        config = {"metric": self.metric, "level_weights": self.level_weights, "next_id": self._next_id}
+            self._verify("save")
+            alive = self._alive[: self._size]
+            tensors = self._codec() | {"codes": self._codes[: self._size][alive], "ids": self._ids[: self._size][alive]}
+            config = {"metric": self.metric, "level_weights": self.level_weights, "next_id": self._next_id}
         files.write(path, "index", tensors, config)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = False, device: torch.device | str | None = None) -> Index:
         """The index that `save` wrote. With `mmap` codes stay on disk until they are searched and are verified only by
         `verify()`; everything else is always verified."""
+        place = checks.device("load", device, torch.device("cpu"))
         unchecked = ("codes",) if mmap else ()
-        tensors, config, checksums = files.read(path, "index", mmap=mmap, unchecked=unchecked)
         index = cls.__new__(cls)
-        try:
-            index._restore(tensors, config, torch.device("cpu" if device is None else device))
-            if not mmap:
-                checks.code_range("load", index._wide(index._codes), index.codewords)
-        except (KeyError, TypeError, ValueError) as error:
-            raise files.FileError(f"load: {path} does not describe an index ({error}).") from error
+        with modes.plain(place):
+            tensors, config, checksums = files.read(path, "index", mmap=mmap, unchecked=unchecked)
+            try:
+                index._restore(tensors, config, place)
+                if not mmap:
+                    checks.code_range("load", index._wide(index._codes), index.codewords)
+            except (KeyError, TypeError, ValueError) as error:
+                raise files.FileError(f"load: {path} does not describe an index ({error}).") from error
+        index._mapped = index._codes if mmap else None
         index._unverified = (Path(path), checksums["codes"]) if mmap else None
         return index
 
     def verify(self) -> None:
         """After an mmap load: reads all codes and raises FileError if they are not what was saved.
 
-        Adding to such an index, or compacting it after many removals, verifies it first.
+        Adding to such an index, compacting it after many removals or saving it verifies it first.
         """
+        with self._lock:
+            self._verify("verify")
+
+    def _verify(self, op: str) -> None:
         if self._unverified is not None:
             path, expected = self._unverified
-            files.verify(path, "codes", self._codes.cpu(), expected)
-            checks.code_range("verify", self._wide(self._codes), self.codewords)
+            files.verify(op, path, "codes", self._codes.cpu(), expected)
+            self._check_range(op, self._wide(self._codes))
             self._unverified = None
+
+    def _check_range(self, op: str, codes: Tensor) -> None:
+        """FileError where a mapped file holds others than codes."""
+        try:
+            checks.code_range(op, codes, self.codewords)
+        except ValueError as error:
+            raise files.FileError(str(error)) from None
 
     def _restore(self, tensors: dict[str, Tensor], config: dict[str, Any], device: torch.device) -> None:
         if tensors.keys() - {"offset"} != {"codebook", "scale", "codes", "ids"}:
@@ -234,14 +277,12 @@ class Index:
         self.metric = config["metric"]
         self.level_weights = checks.level_weights("load", config["level_weights"], M)
         checks.integer("load", "next_id", config["next_id"], 0, _MAX_ID + 1)
+        next_id, distinct = config["next_id"], ids.unique()
+        if len(distinct) != len(ids) or (len(ids) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < next_id):
+            checks.fail("load", "ids", f"unique and in 0..{next_id - 1}", "others")
         self._lock = threading.RLock()
-        self._next_id = config["next_id"]
-        self._codes, self._ids, self._size = codes.to(device), ids.to(device, copy=True), len(codes)
-        self._alive, self._removed = torch.ones(len(codes), dtype=torch.bool, device=device), 0
-        self._norms = {}
-        distinct = ids.unique()
-        if len(distinct) != len(ids) or (len(ids) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < self._next_id):
-            checks.fail("load", "ids", f"unique and in 0..{self._next_id - 1}", "others")
+        alive = torch.ones(len(codes), dtype=torch.bool, device=device)
+        self._set_rows(codes.to(device), ids.to(device, copy=True), alive, size=len(codes), removed=0, next_id=next_id)
 
     def _vectors(self, op: str, name: str, value: Any) -> Tensor:
         values = checks.array(op, name, value)
@@ -256,30 +297,27 @@ class Index:
     def _append(self, op: str, codes: Tensor, ids: Any) -> Tensor:
         """Stores checked codes; the arrays double when they are full, so adding one is O(1) on average, but for the
         search for repeats among own ids."""
-        with self._lock:
+        with self._lock, modes.plain(self.device):
             return self._append_locked(op, codes, ids)
 
     def _append_locked(self, op: str, codes: Tensor, ids: Any) -> Tensor:
-        if ids is None and self._next_id + len(codes) > _MAX_ID:
-            checks.fail(op, "ids", "given, since the highest one is in use", "None")
+        if ids is None and self._next_id + len(codes) > _MAX_ID + 1:
+            checks.fail(op, "ids", "given, since there are too few above the highest one in use", "None")
         if ids is None:
             new_ids = torch.arange(self._next_id, self._next_id + len(codes), device=self.device)
         else:
             new_ids = self._new_ids(op, ids, len(codes))
-        self.verify()
-        end = self._size + len(codes)
+        self._verify(op)
+        size, end = self._size, self._size + len(codes)
+        arrays = [self._codes, self._ids, self._alive]
         if end > len(self._codes):
-            capacity = max(end, 2 * len(self._codes))
-            self._codes = _grown(self._codes, self._size, capacity)
-            self._ids = _grown(self._ids, self._size, capacity)
-            self._alive = _grown(self._alive, self._size, capacity)
-        self._codes[self._size : end] = codes.to(self._storage)
-        self._ids[self._size : end] = new_ids
-        self._alive[self._size : end] = True
-        self._size = end
-        self._norms.clear()
-        if len(new_ids):
-            self._next_id = max(self._next_id, int(new_ids.max()) + 1)
+            arrays = [_grown(array, size, max(end, 2 * len(self._codes))) for array in arrays]
+        stored_codes, stored_ids, alive = arrays
+        stored_codes[size:end] = codes.to(self._storage)  # nobody looks beyond `size` yet
+        stored_ids[size:end] = new_ids
+        alive[size:end] = True
+        next_id = max(self._next_id, int(new_ids.max()) + 1) if len(new_ids) else self._next_id
+        self._set_rows(stored_codes, stored_ids, alive, size=end, removed=self._removed, next_id=next_id)
         return new_ids.clone()
 
     def _new_ids(self, op: str, ids: Any, count: int) -> Tensor:
@@ -328,8 +366,9 @@ class Index:
     def _checked_codes(self, length: int) -> Tensor:
         """The first levels of all rows in use, [size, length]; refused where a mapped file holds others than codes."""
         codes = self._wide(self._codes[: self._size, :length])
-        if self._unverified is not None:
-            checks.code_range("search", codes, self.codewords)
+        if self._codes is self._mapped and self.codewords not in (256, 65536):  # with these every number is a code
+            codes = codes.clone()  # the file could change after the check
+            self._check_range("search", codes)
         return codes
 
     def _scan(
@@ -359,20 +398,13 @@ class Index:
         length = codes.shape[1]
         if length not in self._norms:
             offset = self.offset if self.metric == "cosine" else None
-            self._norms[length] = reference.squared_norms(codes, self.codebook, self.scale, offset)
+            with modes.plain(self.device):
+                self._norms[length] = reference.squared_norms(codes, self.codebook, self.scale, offset)
         return self._norms[length]
 
     def _wide(self, codes: Tensor) -> Tensor:
         """Stored codes as numbers 0..K-1: uint8 as they are, two-byte codes as int32."""
         return codes if codes.dtype == torch.uint8 else codes.to(torch.int32) & 0xFFFF
-
-    def _compact(self) -> None:
-        """Drops the removed rows; the others keep their order."""
-        self.verify()
-        rows = self._alive[: self._size].nonzero().squeeze(1)
-        self._codes, self._ids, self._alive = self._codes[rows], self._ids[rows], self._alive[rows]
-        self._size, self._removed = len(rows), 0
-        self._norms.clear()
 
 
 def _grown(tensor: Tensor, used: int, capacity: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checks, files, functional
+from . import checks, files, functional, modes
 from . import fit as fitting
 from .codes import bits
 
@@ -297,15 +297,17 @@ class RecurrentQuantizer(nn.Module):
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> RecurrentQuantizer:
         """The layer that `save` wrote, in eval mode and on `device` (CPU by default)."""
-        tensors, config, _ = files.read(path, "quantizer")
-        try:
-            layer = cls(**config).to(tensors["codebook"].dtype)
-            layer.load_state_dict(tensors)
-            for name, tensor in tensors.items():
-                checks.finite("load", name, tensor)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise files.FileError(f"load: {path} does not describe a quantizer ({error}).") from error
-        return layer.to(device).eval()
+        place = checks.device("load", device, torch.device("cpu"))
+        with modes.plain(place):
+            tensors, config, _ = files.read(path, "quantizer")
+            try:
+                layer = cls(**config).to(tensors["codebook"].dtype)
+                layer.load_state_dict(tensors)
+                for name, tensor in tensors.items():
+                    checks.finite("load", name, tensor)
+            except (KeyError, TypeError, ValueError, RuntimeError) as error:
+                raise files.FileError(f"load: {path} does not describe a quantizer ({error}).") from error
+            return layer.to(place).eval()
 
     def _config(self) -> dict[str, Any]:
         return {

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "drq_fast"
 
 # Each floor may import from the floors below it.
 FLOORS = [
-    ["checks", "_C"],
+    ["checks", "modes", "_C"],
     ["reference", "kernels", "files"],
     ["_native"],
     ["backend", "autograd"],
