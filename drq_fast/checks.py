@@ -6,7 +6,7 @@ Nothing here looks at the values of a float tensor unless its name says `finite`
 from __future__ import annotations
 
 import math
-import warnings
+import operator
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any, NoReturn
@@ -17,6 +17,8 @@ from torch import Tensor
 
 METRICS = ("l2", "ip", "cosine")
 MAX_CODEWORDS = 65536
+MAX_BEAM = 4096  # a wider one has never been worth its memory
+MAX_RESULTS = (1 << 31) - 1
 
 
 def fail(op: str, name: str, expected: str, actual: object, *, error: type[Exception] = ValueError) -> NoReturn:
@@ -31,6 +33,8 @@ def shape_of(tensor: Tensor) -> str:
 def tensor(op: str, name: str, value: Any) -> None:
     if not isinstance(value, Tensor):
         fail(op, name, "a torch.Tensor", type(value).__name__, error=TypeError)
+    if value.layout != torch.strided:
+        fail(op, name, "a dense tensor", value.layout, error=TypeError)
 
 
 def floating(op: str, name: str, value: Any, *, device: torch.device | None = None) -> None:
@@ -65,11 +69,18 @@ def vectors(op: str, name: str, value: Any, D: int, device: torch.device) -> Non
         fail(op, name, f"[N, {D}]", shape_of(value))
 
 
-def last_dimension(op: str, name: str, value: Any, D: int, device: torch.device) -> None:
-    """A float tensor [..., D] on `device`."""
-    floating(op, name, value, device=device)
+def rows(op: str, name: str, value: Tensor, D: int) -> Tensor:
+    """[..., D] as [N, D]."""
     if value.ndim < 1 or value.shape[-1] != D:
         fail(op, name, f"[..., {D}]", shape_of(value))
+    return value.reshape(-1, D)
+
+
+def code_rows(op: str, value: Tensor, M: int) -> Tensor:
+    """Codes [..., 1 to M levels] as [N, levels]."""
+    if value.ndim < 1 or not 1 <= value.shape[-1] <= M:
+        fail(op, "codes", f"[..., 1 to {M} levels]", shape_of(value))
+    return value.reshape(-1, value.shape[-1])
 
 
 def gamma(op: str, value: Any) -> None:
@@ -85,25 +96,42 @@ def gamma(op: str, value: Any) -> None:
         fail(op, "gamma", "a finite number above 0", repr(value))
 
 
-def integer(op: str, name: str, value: Any, low: int, high: int | None = None) -> None:
-    """A Python int (or what acts as one) from `low` to `high`."""
+def integer(op: str, name: str, value: Any, low: int, high: int | None = None) -> int:
+    """A Python int, or what acts as one, from `low` to `high`."""
     expected = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
-    if isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+    try:
+        number = None if isinstance(value, (bool, Tensor)) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
         fail(op, name, expected, repr(value), error=TypeError)
-    if value < low or (high is not None and value > high):
-        fail(op, name, expected, value)
+    if number < low or (high is not None and number > high):
+        fail(op, name, expected, number)
+    return number
+
+
+def beam(op: str, value: Any) -> int:
+    return integer(op, "beam", value, 1, MAX_BEAM)
+
+
+def seed(op: str, value: Any) -> int | None:
+    """What torch takes as a seed, or None."""
+    return None if value is None else integer(op, "seed", value, 0, (1 << 64) - 1)
+
+
+def boolean(op: str, name: str, value: Any) -> bool:
+    if not isinstance(value, (bool, np.bool_)):
+        fail(op, name, "True or False", repr(value), error=TypeError)
+    return bool(value)
 
 
 def levels(op: str, value: Any, M: int) -> int:
     """A prefix length from 1 to M; None means M."""
-    if value is None:
-        return M
-    integer(op, "levels", value, 1, M)
-    return int(value)
+    return M if value is None else integer(op, "levels", value, 1, M)
 
 
 def choice(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         fail(op, name, f"one of {', '.join(map(repr, allowed))}", repr(value))
 
 
@@ -111,9 +139,8 @@ def level_weights(op: str, value: Any, M: int) -> tuple[float, ...] | None:
     """M finite numbers that are not negative, at least one above 0, as a tuple; None stays None."""
     if value is None:
         return None
-    try:
-        weights = tuple(float(v) for v in value)
-    except (TypeError, ValueError):
+    weights = _numbers(value)
+    if weights is None:
         fail(op, "level_weights", f"{M} numbers", repr(value), error=TypeError)
     if len(weights) != M or not all(math.isfinite(v) and v >= 0 for v in weights) or sum(weights) <= 0:
         fail(op, "level_weights", f"{M} finite numbers >= 0, not all of them 0", weights)
@@ -122,13 +149,20 @@ def level_weights(op: str, value: Any, M: int) -> tuple[float, ...] | None:
 
 def weights(op: str, value: Any) -> tuple[float, float, float]:
     """Three finite numbers that are not negative: of the hard, the soft and the joint error."""
-    try:
-        a, b, c = (float(v) for v in value)
-    except (TypeError, ValueError):
+    weights = _numbers(value)
+    if weights is None or len(weights) != 3:
         fail(op, "weights", "three numbers (hard, soft, joint)", repr(value), error=TypeError)
-    if not all(math.isfinite(v) and v >= 0 for v in (a, b, c)):
-        fail(op, "weights", "finite numbers >= 0", (a, b, c))
-    return a, b, c
+    if not all(math.isfinite(v) and v >= 0 for v in weights):
+        fail(op, "weights", "finite numbers >= 0", weights)
+    return weights
+
+
+def _numbers(value: Any) -> tuple[float, ...] | None:
+    """A sequence of numbers as floats; None for anything else, a string of digits included."""
+    try:
+        return None if isinstance(value, (str, bytes)) else tuple(float(v) for v in value)
+    except (TypeError, ValueError):
+        return None
 
 
 def codes(op: str, value: Any, K: int, M: int, device: torch.device, *, name: str = "codes") -> Tensor:
@@ -147,7 +181,12 @@ def integers(op: str, name: str, value: Any) -> Tensor:
     tensor(op, name, value)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         fail(op, name, "an integer tensor", value.dtype, error=TypeError)
-    return value.to(torch.int64) if value.dtype in (torch.uint16, torch.uint32, torch.uint64) else value
+    if value.dtype not in (torch.uint16, torch.uint32, torch.uint64):
+        return value
+    signed: Tensor = value.to(torch.int64)
+    if value.dtype == torch.uint64 and not torch.compiler.is_compiling() and bool((signed < 0).any()):
+        fail(op, name, "below 2**63", int(signed[signed < 0][0]) + (1 << 64))
+    return signed
 
 
 def code_range(op: str, value: Tensor, K: int, *, name: str = "codes") -> None:
@@ -159,17 +198,31 @@ def code_range(op: str, value: Tensor, K: int, *, name: str = "codes") -> None:
         fail(op, name, f"in 0..{K - 1}", f"values from {low} to {high}")
 
 
+class _Writable:
+    """A view of a read-only array that torch takes without a warning; nothing here writes to it."""
+
+    def __init__(self, array: np.ndarray) -> None:
+        self.array = array  # keeps the memory
+        interface = array.__array_interface__
+        self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
+
+
+def _from_numpy(op: str, name: str, value: np.ndarray) -> Tensor:
+    """The array as a tensor, without copying where torch has such tensors."""
+    if isinstance(value, np.ma.MaskedArray):
+        fail(op, name, "an array without a mask", "a masked array", error=TypeError)
+    if not value.dtype.isnative or any(stride < 0 for stride in value.strides):
+        value = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))
+    try:
+        return torch.from_numpy(value if value.flags.writeable else np.asarray(_Writable(value)))
+    except (TypeError, ValueError) as error:
+        fail(op, name, "an array that torch can read", f"{value.dtype} ({error})", error=TypeError)
+
+
 def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
     """A tensor, or a numpy array as one without copying; of floats, or of integers."""
     if isinstance(value, np.ndarray):
-        if not value.dtype.isnative or any(stride < 0 for stride in value.strides):
-            value = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))  # torch has no such tensors
-        try:
-            with warnings.catch_warnings():  # read-only arrays, such as memory maps, are never written to here
-                warnings.simplefilter("ignore", UserWarning)
-                value = torch.from_numpy(value)
-        except (TypeError, ValueError) as error:
-            fail(op, name, "an array that torch can read", f"{value.dtype} ({error})", error=TypeError)
+        value = _from_numpy(op, name, value)
     if not isinstance(value, Tensor):
         fail(op, name, "a torch.Tensor or a numpy array", type(value).__name__, error=TypeError)
     if integer:
@@ -183,21 +236,26 @@ def id_array(op: str, name: str, value: Any) -> Tensor:
     if not isinstance(value, (Tensor, np.ndarray)):
         try:
             listed = list(value)
+            beyond = [v for v in listed if isinstance(v, int) and not -(1 << 63) <= v < 1 << 63]
             value = np.array(listed, dtype=None if listed else np.int64)
         except (TypeError, ValueError):
             fail(op, name, "a list, an array or a tensor of ids", repr(value), error=TypeError)
-    if isinstance(value, np.ndarray) and value.dtype == np.bool_:
-        value = torch.from_numpy(value.copy())
-    if not (isinstance(value, Tensor) and value.dtype == torch.bool):
-        value = array(op, name, value, integer=True)
+        if beyond:
+            fail(op, name, "below 2**63", beyond[0])
+    if isinstance(value, np.ndarray):
+        value = _from_numpy(op, name, value)
+    if value.dtype != torch.bool:
+        value = integers(op, name, value)
     if value.ndim != 1:
         fail(op, name, "[n]", shape_of(value))
     return value
 
 
 def in_kind(result: Tensor, like: Any) -> Any:
-    """The result as what the user came with: a tensor, or a numpy array."""
-    return result.cpu().numpy() if isinstance(like, np.ndarray) else result
+    """The result as what the user came with: a tensor, or a numpy array (which has no bfloat16: float32 then)."""
+    if not isinstance(like, np.ndarray):
+        return result
+    return (result.float() if result.dtype == torch.bfloat16 else result).cpu().numpy()
 
 
 def device(op: str, value: Any, default: torch.device) -> torch.device:
@@ -231,12 +289,20 @@ def mask(op: str, value: Any, N: int, device: torch.device) -> None:
         fail(op, "keep", f"on {device}, as the codebook is", f"a tensor on {value.device}")
 
 
-def finite(op: str, name: str, value: Tensor) -> None:
-    """No NaN and no infinity. Reads the whole tensor, some rows at a time."""
+def finite(op: str, name: str, value: Tensor, dtype: torch.dtype | None = None) -> None:
+    """No NaN and no infinity, after conversion to `dtype` if that is given. Reads all, some rows at a time."""
     rows_read = 0
     for part in value.split(1 << 16) if value.ndim else (value,):
-        good = torch.isfinite(part)
+        good = torch.isfinite(part if dtype is None else part.to(dtype))
         if not bool(good.all()):
             where = f" in row {rows_read + int((~good.flatten(1)).any(dim=1).nonzero()[0])}" if value.ndim > 1 else ""
-            fail(op, name, "finite", f"NaN or infinity{where}")
+            narrower = f" in {dtype}" if bool(torch.isfinite(part[~good]).all()) else ""
+            fail(op, name, f"finite{narrower}", f"NaN or infinity{where}")
         rows_read += len(part) if value.ndim else 0
+
+
+def squarable(op: str, name: str, value: Tensor) -> None:
+    """Float32 values whose squares, summed over any number of rows, float32 can hold too."""
+    largest = max((float(part.abs().amax()) for part in value.split(1 << 16) if part.numel()), default=0.0)
+    if not (largest == 0 or 1e-12 <= largest <= 1e12):
+        fail(op, name, "of a size whose squares float32 can hold", f"values up to {largest:.0e}; scale it first")

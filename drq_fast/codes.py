@@ -21,14 +21,17 @@ def bits(codewords: int, levels: int = 1) -> int:
     >>> bits(256, levels=4)
     32
     """
-    checks.integer("bits", "codewords", codewords, 2, checks.MAX_CODEWORDS)
-    checks.integer("bits", "levels", levels, 1)
-    return levels * (codewords - 1).bit_length()
+    return _bits("bits", codewords, levels)
 
 
 def packed_bytes(codewords: int, levels: int) -> int:
     """Bytes that one packed code takes."""
-    return (bits(codewords, levels) + 7) // 8
+    return -(-_bits("packed_bytes", codewords, levels) // 8)
+
+
+def _bits(op: str, codewords: int, levels: int = 1) -> int:
+    width = (checks.integer(op, "codewords", codewords, 2, checks.MAX_CODEWORDS) - 1).bit_length()
+    return checks.integer(op, "levels", levels, 1) * width
 
 
 def pack(codes: Array, codewords: int) -> Array:
@@ -39,7 +42,7 @@ def pack(codes: Array, codewords: int) -> Array:
     >>> pack(torch.tensor([[5, 2, 7]]), codewords=8)
     tensor([[171, 128]], dtype=torch.uint8)
     """
-    width = bits(codewords)
+    width = _bits("pack", codewords)
     values = checks.array("pack", "codes", codes, integer=True)
     if values.ndim < 1 or values.shape[-1] < 1:
         checks.fail("pack", "codes", "[..., M] with M >= 1", checks.shape_of(values))
@@ -64,7 +67,7 @@ def unpack(packed: Array, codewords: int, levels: int) -> Array:
     >>> unpack(torch.tensor([[171, 128]], dtype=torch.uint8), codewords=8, levels=2)
     tensor([[5, 2]], dtype=torch.uint8)
     """
-    width, needed = bits(codewords), packed_bytes(codewords, levels)
+    width, needed = _bits("unpack", codewords), -(-_bits("unpack", codewords, levels) // 8)
     values = _check_packed("unpack", packed, needed)
     dtype = torch.uint8 if codewords <= 256 else torch.int32
     flat = values[..., :needed].reshape(-1, needed)
@@ -83,9 +86,10 @@ def cut(packed: Array, codewords: int, levels: int) -> Array:
     >>> cut(torch.tensor([[171, 128]], dtype=torch.uint8), codewords=8, levels=1)
     tensor([[160]], dtype=torch.uint8)
     """
-    needed = packed_bytes(codewords, levels)
+    length = _bits("cut", codewords, levels)
+    needed = -(-length // 8)
     short = _check_packed("cut", packed, needed)[..., :needed].clone()
-    spare = 8 * needed - bits(codewords, levels)
+    spare = 8 * needed - length
     short[..., -1] &= 0xFF << spare & 0xFF
     return checks.in_kind(short, packed)
 

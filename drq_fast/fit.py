@@ -75,7 +75,7 @@ def fit(
             statistics = _collect(x, codes, codebook)
             errors = statistics.errors(scale)
             if float(errors @ weights) < best_cost:
-                relative = tuple((errors / statistics.energy.clamp_min(1e-30)).tolist())
+                relative = tuple((errors.clamp_min(0) / statistics.energy.clamp_min(1e-30)).tolist())
                 best, best_cost = Codec(codebook, scale, mean, relative), float(errors @ weights)
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
@@ -97,14 +97,11 @@ def seeded(seed: int | None) -> torch.Generator:
 def sample(x: Any, rows: int, D: int, generator: torch.Generator) -> Tensor:
     """Up to `rows` vectors [n, D] float32, drawn from a tensor, an array (a memory map, too) or an iterable of batches.
 
-    An iterable is read once, and no more than the sample and a batch are held. The order of the data is kept.
+    An iterable is read once, and no more than twice the sample and a batch are held. The order of the data is kept.
     """
     if isinstance(x, Iterable) and not isinstance(x, Tensor) and not hasattr(x, "dtype"):
         return _reservoir(x, rows, D, generator)
-    values = checks.array("fit", "x", x)
-    if values.ndim < 1 or values.shape[-1] != D:
-        checks.fail("fit", "x", f"[..., {D}]", checks.shape_of(values))
-    values = values.reshape(-1, D)
+    values = checks.rows("fit", "x", checks.array("fit", "x", x), D)
     if len(values) > rows:
         values = values[torch.randperm(len(values), generator=generator)[:rows].sort().values.to(values.device)]
     return values.float()
@@ -112,15 +109,25 @@ def sample(x: Any, rows: int, D: int, generator: torch.Generator) -> Tensor:
 
 def _reservoir(batches: Iterable[Any], rows: int, D: int, generator: torch.Generator) -> Tensor:
     """Every vector draws a number; the vectors with the highest numbers stay."""
-    kept, draws = torch.empty(0, D), torch.empty(0, dtype=torch.float64)
+    kept = [torch.empty(0, D, dtype=torch.float32)]
+    draws = [torch.empty(0, dtype=torch.float64)]
+    held = 0
+
+    def cut() -> None:
+        values, numbers = torch.cat(kept), torch.cat(draws)
+        stay = numbers.topk(min(rows, len(numbers))).indices.sort().values
+        kept[:], draws[:] = [values[stay]], [numbers[stay]]
+
     for batch in tqdm(batches, desc="read", unit="batch", delay=2, disable=None, leave=False):
-        part = sample(batch, 1 << 62, D, generator).cpu()
-        kept = torch.cat([kept, part])
-        draws = torch.cat([draws, torch.rand(len(part), dtype=torch.float64, generator=generator)])
-        if len(kept) > rows:
-            stay = draws.topk(rows).indices.sort().values
-            kept, draws = kept[stay], draws[stay]
-    return kept
+        values = checks.rows("fit", "x", checks.array("fit", "every batch of x", batch), D)
+        kept.append(values.to("cpu", torch.float32, copy=True))  # whoever yields it may fill it again
+        draws.append(torch.rand(len(values), dtype=torch.float64, generator=generator))
+        held += len(values)
+        if held > 2 * rows:
+            cut()
+            held = rows
+    cut()
+    return kept[0]
 
 
 def tiles(N: int, width: int) -> Iterator[slice]:

@@ -140,7 +140,7 @@ class Index:
         removed id is never given to another vector.
         """
         values = self._vectors("add", "x", x)
-        checks.finite("add", "x", values)
+        checks.finite("add", "x", values, torch.float32)
         return checks.in_kind(self._append("add", self._encode(values, beam), ids), x)
 
     def add_codes(self, codes: Array, ids: Array | Iterable[int] | None = None) -> Array:
@@ -166,8 +166,8 @@ class Index:
         """
         single = getattr(query, "ndim", 2) == 1
         values = self._vectors("search", "query", query[None] if single else query)
-        checks.finite("search", "query", values)
-        checks.integer("search", "k", k, 1)
+        checks.finite("search", "query", values, torch.float32)
+        k = checks.integer("search", "k", k, 1, checks.MAX_RESULTS)
         length = checks.levels("search", levels, self.levels)
         with self._lock:
             rows = self._alive[: self._size].clone()
@@ -291,7 +291,7 @@ class Index:
         return values
 
     def _encode(self, x: Tensor, beam: int) -> Tensor:
-        checks.integer("encode", "beam", beam, 1)
+        beam = checks.beam("encode", beam)
         return fit.encode(x, self.codebook, self.scale, self.offset, beam, self.level_weights)
 
     def _append(self, op: str, codes: Tensor, ids: Any) -> Tensor:
@@ -332,8 +332,7 @@ class Index:
     def _as_ids(self, op: str, ids: Any) -> Tensor:
         """User's ids as int64 [n]: in 0.._MAX_ID, no number twice."""
         values = checks.id_array(op, "ids", ids)
-        checks.integers(op, "ids", values)
-        values = values.to(self.device, torch.int64)
+        values = checks.integers(op, "ids", values).to(self.device, torch.int64)
         for bound in torch.aminmax(values) if len(values) else ():
             checks.integer(op, "ids", int(bound), 0, _MAX_ID)
         ordered = values.sort().values

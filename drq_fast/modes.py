@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -13,3 +18,14 @@ def plain(device: torch.device) -> Iterator[None]:
     """No gradients, no autocast and no inference mode within: full precision, and tensors that may change later."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
+
+
+def plainly(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[Concatenate[Any, Arguments], Result]:
+    """The method of an object with a `codebook`, in `plain` as a whole."""
+
+    @functools.wraps(method)
+    def run(self: Any, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        with plain(self.codebook.device):
+            return method(self, *arguments, **options)
+
+    return run

@@ -61,16 +61,16 @@ class RecurrentQuantizer(nn.Module):
     ) -> None:
         super().__init__()
         op = "RecurrentQuantizer"
-        checks.integer(op, "dim", dim, 1)
-        checks.integer(op, "codewords", codewords, 2, checks.MAX_CODEWORDS)
-        checks.integer(op, "levels", levels, 1)
+        self.dim = checks.integer(op, "dim", dim, 1)
+        self.codewords = checks.integer(op, "codewords", codewords, 2, checks.MAX_CODEWORDS)
+        self.levels = checks.integer(op, "levels", levels, 1)
         checks.choice(op, "scale", scale, ("shared", "per_level"))
         checks.choice(op, "joint", joint, ("gap", "mse"))
         checks.choice(op, "init", init, ("kmeans", "random"))
         checks.choice(op, "gradient", gradient, ("straight_through", "soft"))
+        offset = checks.boolean(op, "offset", offset)
         if gamma is not None:
             checks.gamma(op, gamma)
-        self.dim, self.codewords, self.levels = int(dim), int(codewords), int(levels)
         self.joint, self.init, self.gradient = joint, init, gradient
         self.weights = checks.weights(op, weights)
         self.level_weights = checks.level_weights(op, level_weights, levels)
@@ -108,11 +108,11 @@ class RecurrentQuantizer(nn.Module):
         forward in training mode initialises the layer from x (see `initialise`).
         """
         op = "RecurrentQuantizer"
-        checks.last_dimension(op, "x", x, self.dim, self.codebook.device)
+        checks.floating(op, "x", x, device=self.codebook.device)
+        flat = checks.rows(op, "x", x, self.dim)
         L = checks.levels(op, levels, self.levels)
         if self.level_weights is not None and not any(self.level_weights[:L]):
             checks.fail(op, "level_weights", f"above 0 somewhere in the first {L} levels", self.level_weights)
-        flat = x.reshape(-1, self.dim)
         if not self.initialised:
             self._initialise_in_forward(flat)
         scale = self.scale[:L]
@@ -145,12 +145,8 @@ class RecurrentQuantizer(nn.Module):
         """
         self._require_initialised("encode")
         values = checks.array("encode", "x", x)
-        if values.ndim < 1 or values.shape[-1] != self.dim:
-            checks.fail("encode", "x", f"[..., {self.dim}]", checks.shape_of(values))
-        checks.integer("encode", "beam", beam, 1)
-        codes = fitting.encode(
-            values.reshape(-1, self.dim), self.codebook, self.scale, self.offset, beam, self.level_weights
-        )
+        rows, beam = checks.rows("encode", "x", values, self.dim), checks.beam("encode", beam)
+        codes = fitting.encode(rows, self.codebook, self.scale, self.offset, beam, self.level_weights)
         return checks.in_kind(codes.reshape(*values.shape[:-1], self.levels), x)
 
     @torch.no_grad()
@@ -161,21 +157,19 @@ class RecurrentQuantizer(nn.Module):
         """
         self._require_initialised("decode")
         values = checks.array("decode", "codes", codes, integer=True).to(self.codebook.device)
-        if values.ndim < 1 or not 1 <= values.shape[-1] <= self.levels:
-            checks.fail("decode", "codes", f"[..., 1 to {self.levels} levels]", checks.shape_of(values))
-        flat = values.reshape(-1, values.shape[-1])
+        flat = checks.code_rows("decode", values, self.levels)
         x_hat = functional.decode(flat, self.codebook, self.scale, offset=self.offset, levels=levels)
         return checks.in_kind(x_hat.reshape(*values.shape[:-1], self.dim), codes)
 
-    @torch.no_grad()
+    @modes.plainly
     def initialise(self, x: Tensor | np.ndarray, *, seed: int | None = None) -> None:
         """Sets from x [..., dim] what the constructor left to the data: offset, codebook, scale and gamma.
 
         Deterministic given `seed` (or torch's global one). With torch.distributed it runs on rank 0 and is broadcast,
         so every rank must call it.
         """
-        data = self._data("initialise", x)
-        self._on_rank_zero(lambda: self._initialise(data, seed))
+        data, seed = self._data("initialise", x), checks.seed("initialise", seed)
+        self._on_rank_zero("initialise", lambda: self._initialise(data, seed))
         self.initialised = True
 
     def _initialise(self, x: Tensor, seed: int | None) -> None:
@@ -189,7 +183,7 @@ class RecurrentQuantizer(nn.Module):
         self._set_gamma(x)
         self._initialised.fill_(True)
 
-    @torch.no_grad()
+    @modes.plainly
     def fit(
         self,
         x: Tensor | np.ndarray | Iterable[Tensor | np.ndarray],
@@ -204,14 +198,15 @@ class RecurrentQuantizer(nn.Module):
         x: [..., dim] as a tensor or an array, a memory map, too, or an iterable of such batches; at most `sample`
         vectors of it (65,536 or 256 per codeword, whichever is more) are drawn and held. The errors are those of the
         sample, 1.0 being the offset alone. `level_weights` of the layer weigh the prefixes; without them the full
-        length counts ten times as much as each shorter one. Interrupted, it keeps the best so far.
+        length counts ten times as much as each shorter one. Beyond 4096 codewords these stay the vectors that were
+        drawn for them, and only the scale is fitted. Interrupted, it keeps the best so far.
 
         >>> errors = layer.fit(np.load("embeddings.npy", mmap_mode="r"))
         """
-        checks.integer("fit", "rounds", rounds, 1)
-        checks.integer("fit", "beam", beam, 1)
-        rows = max(1 << 16, 256 * self.codewords) if sample is None else sample
-        checks.integer("fit", "sample", rows, 1)
+        rounds, beam = checks.integer("fit", "rounds", rounds, 1), checks.beam("fit", beam)
+        seed = checks.seed("fit", seed)
+        default = max(1 << 16, 256 * self.codewords)
+        rows = default if sample is None else checks.integer("fit", "sample", sample, 1)
         errors = torch.empty(self.levels, dtype=torch.float64, device=self.codebook.device)
 
         def update() -> None:
@@ -224,7 +219,7 @@ class RecurrentQuantizer(nn.Module):
             self._initialised.fill_(True)
             errors.copy_(torch.tensor(codec.errors))
 
-        self._on_rank_zero(update, errors)
+        self._on_rank_zero("fit", update, errors)
         self.initialised = True
         return tuple(errors.tolist())
 
@@ -265,19 +260,20 @@ class RecurrentQuantizer(nn.Module):
         >>> dead = layer.usage(codes).sum(dim=0) == 0
         """
         values = checks.array("usage", "codes", codes, integer=True)
-        flat = values.reshape(-1, values.shape[-1]) if values.ndim else values
-        checks.codes("usage", flat, self.codewords, self.levels, flat.device)
+        flat = checks.code_rows("usage", values, self.levels)
+        checks.code_range("usage", flat, self.codewords)
         return torch.stack([torch.bincount(c.long(), minlength=self.codewords) for c in flat.unbind(dim=1)])
 
-    @torch.no_grad()
+    @modes.plainly
     def revive(self, x: Tensor | np.ndarray, *, seed: int | None = None) -> int:
         """Replaces codewords that no vector of x [..., dim] uses by badly approximated rows of x; returns how many.
 
         Call it now and then from the training loop. With torch.distributed rank 0 decides and broadcasts.
         """
         self._require_initialised("revive")
-        data, before = self._data("revive", x), self.codebook.detach().clone()
-        self._on_rank_zero(lambda: self._revive(data, seed))
+        data, seed = self._data("revive", x), checks.seed("revive", seed)
+        before = self.codebook.detach().clone()
+        self._on_rank_zero("revive", lambda: self._revive(data, seed))
         return int((self.codebook != before).any(dim=1).sum())
 
     def _revive(self, x: Tensor, seed: int | None) -> None:
@@ -339,8 +335,8 @@ class RecurrentQuantizer(nn.Module):
         values = checks.array(op, "x", x)
         if isinstance(x, np.ndarray):
             values = values.to(self.codebook.device)
-        checks.last_dimension(op, "x", values, self.dim, self.codebook.device)
-        return values.detach().reshape(-1, self.dim).float()
+        checks.floating(op, "x", values, device=self.codebook.device)
+        return checks.rows(op, "x", values, self.dim).detach().float()
 
     def _require_initialised(self, op: str) -> None:
         if not self.initialised:
@@ -354,7 +350,7 @@ class RecurrentQuantizer(nn.Module):
         if self.fixed_gamma is not None:
             self.fixed_gamma = float(self.gamma)
 
-    def _on_rank_zero(self, update: Callable[[], None], *others: Tensor) -> None:
+    def _on_rank_zero(self, op: str, update: Callable[[], None], *others: Tensor) -> None:
         """Runs `update` on rank 0 and broadcasts parameters, buffers and others; if it fails, it fails everywhere."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return update()
@@ -364,12 +360,12 @@ class RecurrentQuantizer(nn.Module):
                 update()
             except Exception as error:
                 failure = error
-        failed = torch.tensor(float(failure is not None), device=self.codebook.device)
-        dist.broadcast(failed, src=0)
+        reason = [None if failure is None else str(failure)]
+        dist.broadcast_object_list(reason, src=0, device=self.codebook.device)
         if failure is not None:
             raise failure
-        if bool(failed):
-            raise RuntimeError("RecurrentQuantizer: initialising or reviving failed on rank 0.")
+        if reason[0] is not None:
+            raise RuntimeError(f"{op}: failed on rank 0: {reason[0]}")
         for tensor in [*self.parameters(), *self.buffers(), *others]:
             dist.broadcast(tensor.detach(), src=0)
 
@@ -378,3 +374,4 @@ def _check_data(op: str, x: Tensor) -> None:
     if len(x) == 0:
         checks.fail(op, "x", "at least one vector", "none")
     checks.finite(op, "x", x)
+    checks.squarable(op, "x", x)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import warnings
 
 import numpy as np
 import pytest
 import torch
 
-from drq_fast import RecurrentQuantizer
+from drq_fast import RecurrentQuantizer, checks
 from drq_fast import functional as F
 
 X, C = (torch.randn(n, 3, generator=torch.Generator().manual_seed(n)) for n in (7, 4))
@@ -68,6 +70,12 @@ VALUE = [
     (lambda: layer().encode(X[:, :2]), "encode: x must be [..., 3], got [7, 2]."),
     (lambda: layer().decode(B + 4), "decode: codes must be in 0..3, got values from 4 to 4."),
     (lambda: layer().decode(B.repeat(1, 2)), "decode: codes must be [..., 1 to 2 levels], got [7, 4]."),
+    (lambda: layer().encode(X, beam=4097), "encode: beam must be an integer from 1 to 4096, got 4097."),
+    (lambda: layer().fit(X, beam=5_000_000), "fit: beam must be an integer from 1 to 4096, got 5000000."),
+    (lambda: layer().fit(X, seed=2**64), "fit: seed must be an integer from 0 to 18446744073709551615, got 18446744073709551616."),
+    (lambda: layer().initialise(X * 1e20), "initialise: x must be of a size whose squares float32 can hold, got values up to 2e+20; scale it first."),
+    (lambda: layer().fit(X * 1e-18), "fit: x must be of a size whose squares float32 can hold, got values up to 2e-18; scale it first."),
+    (lambda: layer().usage(torch.empty(0, dtype=torch.int64)), "usage: codes must be [..., 1 to 2 levels], got [0]."),
     (lambda: layer().usage(B + 4), "usage: codes must be in 0..3, got values from 4 to 4."),
 ]  # fmt: skip
 
@@ -85,6 +93,17 @@ TYPE = [
     (lambda: RecurrentQuantizer(3, weights=(1, 1)), "RecurrentQuantizer: weights must be three numbers (hard, soft, joint), got (1, 1)."),
     (lambda: layer()(np.zeros((2, 3), np.float32)), "RecurrentQuantizer: x must be a torch.Tensor, got ndarray."),
     (lambda: layer().encode([1, 2, 3]), "encode: x must be a torch.Tensor or a numpy array, got list."),
+    (lambda: layer().encode(X.to_sparse()), "encode: x must be a dense tensor, got torch.sparse_coo."),
+    (lambda: layer()(X.to_sparse()), "RecurrentQuantizer: x must be a dense tensor, got torch.sparse_coo."),
+    (lambda: layer().encode(X, beam=np.array([1, 2])), "encode: beam must be an integer from 1 to 4096, got array([1, 2])."),
+    (lambda: layer().initialise(X, seed=1.5), "initialise: seed must be an integer from 0 to 18446744073709551615, got 1.5."),
+    (lambda: layer().revive(X, seed="a"), "revive: seed must be an integer from 0 to 18446744073709551615, got 'a'."),
+    (lambda: RecurrentQuantizer(3, weights="123"), "RecurrentQuantizer: weights must be three numbers (hard, soft, joint), got '123'."),
+    (lambda: RecurrentQuantizer(3, level_weights="1234"), "RecurrentQuantizer: level_weights must be 4 numbers, got '1234'."),
+    (lambda: RecurrentQuantizer(3, offset="no"), "RecurrentQuantizer: offset must be True or False, got 'no'."),
+    (lambda: layer().fit("abc"), "fit: every batch of x must be a torch.Tensor or a numpy array, got str."),
+    (lambda: layer().fit({"a": X}), "fit: every batch of x must be a torch.Tensor or a numpy array, got str."),
+    (lambda: layer().fit([[[1.0, 2.0, 3.0]]]), "fit: every batch of x must be a torch.Tensor or a numpy array, got list."),
     (lambda: layer().usage(X), "usage: codes must be an integer tensor, got torch.float32."),
 ]  # fmt: skip
 
@@ -109,6 +128,25 @@ def test_forward_does_not_look_at_values():
 def test_any_kind_of_number_is_a_gamma():
     assert RecurrentQuantizer(3, gamma=np.float32(2)).gamma == 2
     assert torch.equal(*(F.quantize(X, C, S, gamma=g).soft for g in (2, torch.tensor(2.0))))
+
+
+def test_read_only_arrays_are_taken_as_they_are_without_touching_the_warnings_of_the_process(monkeypatch):
+    values = X.numpy().copy()
+    values.flags.writeable = False
+    monkeypatch.setattr(warnings, "catch_warnings", None)
+    monkeypatch.setattr(warnings, "filters", [("error", None, Warning, None, 0)])
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        tensor = checks.array("op", "x", values[::2, 1:])
+    finally:
+        torch.set_warn_always(before)
+    address = values.ctypes.data
+    assert torch.equal(tensor, X[::2, 1:])
+    assert tensor.data_ptr() == address + 4
+    del values
+    gc.collect()
+    assert torch.equal(tensor, X[::2, 1:])
 
 
 @pytest.mark.parametrize("op", ["encode", "decode", "revive", "save"])

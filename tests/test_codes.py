@@ -77,6 +77,14 @@ def test_the_examples_in_the_docstrings():
     assert failures == 0
 
 
+def test_any_kind_of_integer_counts_codewords_and_levels():
+    codes = torch.tensor([[5, 2, 7]])
+    packed = pack(codes, np.int64(8))
+    assert torch.equal(unpack(packed, np.uint16(8), np.int32(2)).long(), codes[:, :2])
+    assert cut(packed, np.int64(8), np.int64(1)).tolist() == [[160]]
+    assert codes_module.bits(np.int64(256), np.int64(4)) == 32
+
+
 def test_packing_copies():
     codes = torch.zeros(2, 2, dtype=torch.uint8)
     pack(codes, 256).fill_(7)
@@ -94,7 +102,7 @@ def test_packing_copies():
         ),
         (
             lambda: pack(torch.zeros(1, 1, dtype=torch.int64), 1),
-            "bits: codewords must be an integer from 2 to 65536, got 1.",
+            "pack: codewords must be an integer from 2 to 65536, got 1.",
         ),
         (lambda: unpack(torch.zeros(1, 1, dtype=torch.uint8), 256, 2), r"unpack: packed must be \[..., 2\] or longer"),
         (
@@ -103,7 +111,7 @@ def test_packing_copies():
         ),
         (
             lambda: cut(torch.zeros(1, 1, dtype=torch.uint8), 256, 0),
-            "bits: levels must be an integer of at least 1, got 0.",
+            "cut: levels must be an integer of at least 1, got 0.",
         ),
     ],
 )

@@ -62,10 +62,11 @@ def worker(rank: int, folder: str) -> None:
     torch.save((revived, layer.codebook.detach()), f"{folder}/revived{rank}")
 
     broken = batch(0)[:, :4] if rank else torch.full((3, 4), float("nan"))
-    with pytest.raises(
-        (ValueError, RuntimeError), match="initialise: x must be finite" if rank == 0 else "failed on rank 0"
-    ):
-        RecurrentQuantizer(4, 8, 3).initialise(broken)
+    for op in ("initialise", "fit"):
+        reason = f"{op}: x must be finite, got NaN or infinity in row 0."
+        with pytest.raises(ValueError if rank == 0 else RuntimeError) as caught:
+            getattr(RecurrentQuantizer(4, 8, 3), op)(broken)
+        assert str(caught.value) == (reason if rank == 0 else f"{op}: failed on rank 0: {reason}")
     # Gloo's threads may still hold the last broadcast's tensors and need the interpreter to let go of them, while the
     # destructor of the process group, holding the interpreter, waits for these threads. So leave without destructors.
     dist.barrier()

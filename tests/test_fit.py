@@ -146,6 +146,43 @@ def test_an_iterable_of_batches_is_read_once_and_sampled():
     assert len(sample[:, 0].unique()) == 1000
 
 
+def test_a_sample_of_batches_is_that_of_one_vector_at_a_time_and_of_a_buffer_that_is_filled_again():
+    whole = data(700, 3)
+    buffer = torch.empty(7, 3)
+    refilled = (buffer.copy_(part) for part in whole.split(7))
+    parts = [refilled, (row for row in whole), iter([whole])]
+    first, second, third = (fit.sample(part, 100, 3, fit.seeded(0)) for part in parts)
+    assert torch.equal(first, second)
+    assert torch.equal(first, third)
+    order = [int((whole == row).all(dim=1).nonzero()) for row in first]
+    assert order == sorted(set(order))
+    assert len(order) == 100
+
+
+def test_single_vectors_are_read_in_linear_time(monkeypatch):
+    copied = []
+    cat = torch.cat
+    monkeypatch.setattr(
+        torch, "cat", lambda parts, **options: copied.append(sum(map(len, parts))) or cat(parts, **options)
+    )
+    fit.sample(iter(data(5000, 2)), 500, 2, fit.seeded(0))
+    assert sum(copied) < 10 * 5000
+
+
+def test_batches_whatever_the_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    try:
+        errors = RecurrentQuantizer(12, 16, 2).fit(iter([data().float()]), rounds=1, seed=0)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert errors[-1] < 0.6
+
+
+def test_errors_are_never_negative():
+    layer = RecurrentQuantizer(4, 64, 4, offset=False)
+    assert min(layer.fit(100 + data(20, 4), rounds=3, seed=0)) >= 0
+
+
 def test_interrupted_it_keeps_the_best_so_far(monkeypatch):
     calls = []
 

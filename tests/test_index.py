@@ -352,6 +352,7 @@ TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 
 
+HUGE = torch.tensor([[1.0], [1e300]], dtype=torch.float64).expand(2, 5)
 NAN = X[:2].clone().index_fill_(0, torch.tensor([1]), float("nan"))
 
 
@@ -371,8 +372,24 @@ NAN = X[:2].clone().index_fill_(0, torch.tensor([1]), float("nan"))
         (lambda i: i.add_codes(torch.zeros(1, 2, dtype=torch.uint8)), "add_codes: codes must be [N, 3], got [1, 2]."),
         (lambda i: i.search(X[:, :4]), "search: query must be [N, 5], got [300, 4]."),
         (lambda i: i.search(NAN), "search: query must be finite, got NaN or infinity in row 1."),
-        (lambda i: i.search(X, k=0), "search: k must be an integer of at least 1, got 0."),
-        (lambda i: i.search(X, k=-3), "search: k must be an integer of at least 1, got -3."),
+        (lambda i: i.search(X, k=0), "search: k must be an integer from 1 to 2147483647, got 0."),
+        (lambda i: i.search(X, k=-3), "search: k must be an integer from 1 to 2147483647, got -3."),
+        (lambda i: i.search(X, k=2**63), "search: k must be an integer from 1 to 2147483647, got 9223372036854775808."),
+        (lambda i: i.add(X, beam=5_000_000), "encode: beam must be an integer from 1 to 4096, got 5000000."),
+        (lambda i: i.add(HUGE), "add: x must be finite in torch.float32, got NaN or infinity in row 1."),
+        (
+            lambda i: i.search(HUGE.numpy()),
+            "search: query must be finite in torch.float32, got NaN or infinity in row 1.",
+        ),
+        (
+            lambda i: i.add(X[:1], ids=np.array([2**64 - 1], np.uint64)),
+            "add: ids must be below 2**63, got 18446744073709551615.",
+        ),
+        (lambda i: i.add(X[:2], ids=[-1, 2**70]), "add: ids must be below 2**63, got 1180591620717411303424."),
+        (
+            lambda i: Index(LAYER, np.array(["l2", "ip"])),
+            "Index: metric must be one of 'l2', 'ip', 'cosine', got array(['l2', 'ip'], dtype='<U2').",
+        ),
         (lambda i: i.search(X, levels=0), "search: levels must be an integer from 1 to 3, got 0."),
         (lambda i: i.search(X, levels=4), "search: levels must be an integer from 1 to 3, got 4."),
         (lambda i: i.search(X, keep=[True] * 9), "search: keep must be [20] or longer, one per id, got [9]."),
@@ -401,13 +418,26 @@ def test_bad_values_change_nothing(call, message):
         (lambda i: i.add(X[:1], ids=torch.tensor([0.5])), "add: ids must be an integer tensor, got torch.float32."),
         (lambda i: i.add(X[:1], ids=[9.7]), "add: ids must be an integer tensor, got torch.float64."),
         (lambda i: i.add(X[:1], ids=[True]), "add: ids must be an integer tensor, got torch.bool."),
+        (
+            lambda i: i.add(np.ma.masked_array(X.numpy(), X.numpy() > 1)),
+            "add: x must be an array without a mask, got a masked array.",
+        ),
+        (
+            lambda i: i.add(X[:1], ids=np.ma.masked_array([1], [True])),
+            "add: ids must be an array without a mask, got a masked array.",
+        ),
+        (lambda i: i.add(X.to_sparse()), "add: x must be a dense tensor, got torch.sparse_coo."),
+        (
+            lambda i: i.add(X, beam=np.array([1, 2])),
+            "encode: beam must be an integer from 1 to 4096, got array([1, 2]).",
+        ),
         (lambda i: i.remove(5), "remove: ids must be a list, an array or a tensor of ids, got 5."),
         (lambda i: i.search(X, keep=[1.5]), "search: keep must be an integer tensor, got torch.float64."),
-        (lambda i: i.search(X, k=1.5), "search: k must be an integer of at least 1, got 1.5."),
-        (lambda i: i.search(X, k=True), "search: k must be an integer of at least 1, got True."),
+        (lambda i: i.search(X, k=1.5), "search: k must be an integer from 1 to 2147483647, got 1.5."),
+        (lambda i: i.search(X, k=True), "search: k must be an integer from 1 to 2147483647, got True."),
         (lambda i: i.search(X, keep=torch.ones(20)), "search: keep must be an integer tensor, got torch.float32."),
     ],
-)
+)  # fmt: skip
 def test_bad_types(call, message):
     index = Index(LAYER)
     with pytest.raises(TypeError) as caught:

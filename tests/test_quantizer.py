@@ -297,6 +297,46 @@ def test_autocast(layer):
     assert linear.weight.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("start", ["initialise", "fit", "forward", "revive"])
+def test_autocast_gives_the_same_start(start):
+    x, layers = data(), []
+    for cast in (False, True):
+        torch.manual_seed(0)
+        layer = RecurrentQuantizer(6, 16, 3)
+        if start == "revive":
+            layer.initialise(x, seed=0)
+            layer.codebook.data[3] = 1e4
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
+            (layer if start == "forward" else getattr(layer, start))(x)
+        layers.append(layer.state_dict())
+    assert all(torch.equal(layers[0][name], layers[1][name]) for name in layers[0])
+
+
+def test_a_layer_started_in_inference_mode_can_be_trained():
+    layer = RecurrentQuantizer(6, 16, 3)
+    with torch.inference_mode():
+        layer.initialise(data() + 1)
+        layer.fit(iter([data() + 1]), rounds=1)
+        layer.revive(data() + 1)
+    layer(data()).loss.backward()
+    assert layer.codebook.grad.isfinite().all()
+
+
+def test_a_layer_loaded_in_inference_mode_can_be_trained(tmp_path, layer):
+    layer.save(tmp_path / "a.drq")
+    with torch.inference_mode():
+        other = RecurrentQuantizer.load(tmp_path / "a.drq")
+    other.train()(data()).loss.backward()
+    assert torch.equal(other.codebook.grad, torch.autograd.grad(layer(data()).loss, layer.codebook)[0])
+
+
+def test_numpy_has_no_bfloat16(layer):
+    codes = layer.encode(data(20).numpy())
+    decoded = copy.deepcopy(layer).bfloat16().decode(codes)
+    assert decoded.dtype == np.float32
+    np.testing.assert_allclose(decoded, layer.decode(codes), atol=0.2)
+
+
 def test_numbers_repeat_to_the_bit():
     def run() -> list[torch.Tensor]:
         torch.manual_seed(3)
