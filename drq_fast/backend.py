@@ -119,8 +119,18 @@ def precision(op: str) -> str:
 
 
 def table(device: str) -> Iterator[tuple[str, str, str]]:
-    """(operation, backend taken, why not a faster one) for a device type; the third is empty for the fastest."""
+    """(operation, backend taken, why not a faster one) for a device type; the third is empty for the fastest.
+
+    Where DRQ_FAST_BACKEND asks for one that cannot be, the second is "none" and the third the error.
+    """
+    forced = os.environ.get("DRQ_FAST_BACKEND")
     for op in OPERATIONS:
+        if forced:
+            try:
+                yield op, choose(op, torch.device(device)), f"DRQ_FAST_BACKEND={forced}"
+            except (ValueError, BackendUnavailable) as error:
+                yield op, "none", str(error)
+            continue
         reasons = [] if (op, device) in FASTER else ["nothing faster is written for it"]
         for name in FASTER.get((op, device), ()):
             reason = why_not(name, op, device)

@@ -43,6 +43,7 @@ def collect_info() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
         "native": _native.why_not("cpu") if native is None else f"built with {native.compiler}",
+        "isa": _instruction_set(),
         "cuda": {
             "in the extension": f"runtime {versions[0]}" if versions else "not built",
             "driver": versions[1] if versions else "unknown (it is the extension that asks)",
@@ -56,11 +57,21 @@ def collect_info() -> dict[str, Any]:
     }
 
 
+def _instruction_set() -> str:
+    """The one in use and those that could be, or why there is none."""
+    if _native.extension is None:
+        return "none"
+    try:
+        return f"{_native.instruction_set()} (of {', '.join(_native.extension.supported_isas())})"
+    except ValueError as error:
+        return f"none: {error}"
+
+
 def format_info(facts: dict[str, Any]) -> str:
     """The facts of `collect_info` as text."""
     lines = [
         f"{name:9} {facts[name] or 'not installed'}"
-        for name in ("drq_fast", "python", "machine", "torch", "triton", "native")
+        for name in ("drq_fast", "python", "machine", "torch", "triton", "native", "isa")
     ]
     cuda = facts["cuda"]
     lines.append(

@@ -14,7 +14,6 @@ from . import checks, functional
 _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] block that stays in cache
 _SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
 _SEEDED = 4096  # codewords up to which k-means++ chooses them one by one
-_COUNTED = 1 << 28  # counts of pairs of codewords that are kept at a time
 
 
 class Codec(NamedTuple):
@@ -33,8 +32,7 @@ class _Statistics(NamedTuple):
     energy: Tensor  # sum of ||x||^2
     inner: Tensor  # [M, M]  of <C[b_i], C[b_j]>
     cross: Tensor  # [M]     of <x, C[b_i]>
-    sums: Tensor  # [M, K, D] of x by codeword
-    pairs: Tensor | None  # [M, M, K, K] how often codewords met; None where that is too large
+    sums: Tensor | None  # [M, K, D] of x by codeword; None where the codebook is not refitted
 
     def errors(self, scale: Tensor) -> Tensor:
         """sum ||x - xhat_m||^2 [..., M] with scale [..., M]."""
@@ -79,10 +77,8 @@ def fit(
                 best, best_cost = Codec(codebook, scale, mean, relative), float(errors @ weights)
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
-                if statistics.pairs is not None or step % 2:
-                    scale = _best_scale(statistics, weights, scale, free_scale)
-                if statistics.pairs is not None or not step % 2:
-                    codebook = _refit(statistics, codes, codebook, scale, weights)
+                scale = _best_scale(statistics, weights, scale, free_scale)
+                codebook = _refit(statistics, codes, codebook, scale, weights)
                 codebook = revive(x, codes, codebook, scale, generator)
     except KeyboardInterrupt:
         bar.write("fit: interrupted; the best codec so far is kept.")
@@ -188,33 +184,37 @@ def revive(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, generator:
     error = torch.cat(
         [(x[r] - functional.decode(codes[r], codebook, scale)).square().sum(dim=1) for r in tiles(len(x), x.shape[1])]
     )
+    # Each row draws log(u) / error: the highest come in the order of draws without replacement, probability ~ error.
+    draws = torch.rand(len(x), dtype=torch.float64, generator=generator).log() / error.double().cpu()
+    rows = draws.argsort(descending=True, stable=True)[torch.arange(len(dead)) % len(x)]
     codebook = codebook.clone()
-    for k in dead.tolist():
-        row = _draw(error, generator)
-        codebook[k], error[row] = x[row], 0
+    codebook[dead] = x[rows.to(x.device)]
     return codebook
 
 
 def _collect(x: Tensor, codes: Tensor, codebook: Tensor) -> _Statistics:
-    (K, D), M = codebook.shape, codes.shape[1]
+    (N, M), (K, D) = codes.shape, codebook.shape
     columns = [codes[:, m].long() for m in range(M)]
-    sums = x.new_zeros(M, K, D)
-    for rows in tiles(len(x), max(K, D)):
-        for m in range(M):
-            sums[m] += torch.nn.functional.one_hot(columns[m][rows], K).to(x).T @ x[rows]
-    pairs = None
-    if M * M * K * K <= _COUNTED:
-        counts = [torch.bincount(i * K + j, minlength=K * K).view(K, K) for i in columns for j in columns]
-        pairs = torch.stack(counts).view(M, M, K, K).to(x)
+    energy = x.square().sum()
     if K <= _SOLVABLE:
         gram = codebook @ codebook.T
         inner = x.new_tensor([[float(gram[i, j].sum()) for j in columns] for i in columns])
-    else:
-        inner = x.new_zeros(M, M)
-        for rows in tiles(len(x), M * D):
-            words = torch.stack([codebook[column[rows]].flatten() for column in columns])
-            inner += words @ words.T
-    return _Statistics(x.square().sum(), inner, (sums * codebook).sum(dim=(1, 2)), sums, pairs)
+        sums = torch.stack([_sums(x, column, K) for column in columns])
+        return _Statistics(energy, inner, (sums * codebook).sum(dim=(1, 2)), sums)
+    inner, cross = x.new_zeros(M, M), x.new_zeros(M)
+    for rows in tiles(N, M * D):
+        words = torch.stack([codebook[column[rows]].flatten() for column in columns])
+        inner += words @ words.T
+        cross += words @ x[rows].flatten()
+    return _Statistics(energy, inner, cross, None)
+
+
+def _sums(x: Tensor, column: Tensor, K: int) -> Tensor:
+    """[K, D]: the rows of x [N, D] added up by codeword, column [N]; in a fixed order."""
+    sums = x.new_zeros(K, x.shape[1])
+    if x.device.type == "cpu":
+        return sums.index_add_(0, column, x)
+    return sums.index_put_((column,), x, accumulate=True)  # sorts first; on a GPU index_add_ would race
 
 
 def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tensor, omega: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tens
     (i, j) appears in every prefix from max(i, j) on, so counting pairs of codewords gives H.
     """
     K, M = len(codebook), len(scale)
-    if K > _SOLVABLE:
+    if statistics.sums is None:
         return codebook
     remaining = _remaining(omega)
     later = torch.maximum(torch.arange(M)[:, None], torch.arange(M)).to(codebook.device)
@@ -232,11 +232,8 @@ def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tens
     H = codebook.new_zeros(K, K)
     for i in range(M):
         for j in range(M):
-            if statistics.pairs is not None:
-                H += weight[i, j] * statistics.pairs[i, j]
-            else:
-                flat = codes[:, i].long() * K + codes[:, j].long()
-                H += weight[i, j] * torch.bincount(flat, minlength=K * K).view(K, K)
+            flat = codes[:, i].long() * K + codes[:, j].long()
+            H += weight[i, j] * torch.bincount(flat, minlength=K * K).view(K, K)
     R = ((scale * remaining)[:, None, None] * statistics.sums).sum(dim=0)
     ridge = 1e-4 * H.diagonal().mean() * torch.eye(K, dtype=H.dtype, device=H.device)
     return codebook + torch.linalg.solve(H + ridge, R - H @ codebook)

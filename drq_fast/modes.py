@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -20,12 +20,13 @@ def plain(device: torch.device) -> Iterator[None]:
         yield
 
 
-def plainly(method: Callable[Concatenate[Any, Arguments], Result]) -> Callable[Concatenate[Any, Arguments], Result]:
+def plainly(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """The method of an object with a `codebook`, in `plain` as a whole."""
 
     @functools.wraps(method)
-    def run(self: Any, *arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
-        with plain(self.codebook.device):
-            return method(self, *arguments, **options)
+    def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:
+        owner: Any = arguments[0]
+        with plain(owner.codebook.device):
+            return method(*arguments, **options)
 
     return run

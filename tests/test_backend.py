@@ -97,6 +97,29 @@ def test_info_as_text_and_json(capsys):
         assert "no CUDA device" in gpu["decode"]["why not"] or "not installed" in gpu["decode"]["why not"]
 
 
+@needs_native
+def test_info_tells_what_the_environment_forces(monkeypatch):
+    def cpu(op: str) -> dict[str, str]:
+        return {row["operation"]: row for row in cli.collect_info()["backends"]["cpu"]}[op]
+
+    isas = _native.extension.supported_isas()
+    assert cli.collect_info()["isa"] == f"{isas[-1]} (of {', '.join(isas)})"
+    assert f"isa       {isas[-1]} (of " in cli.format_info(cli.collect_info())
+    monkeypatch.setenv("DRQ_FAST_ISA", "portable")
+    assert cli.collect_info()["isa"].startswith("portable (of ")
+    monkeypatch.setenv("DRQ_FAST_ISA", "foo")
+    assert cli.collect_info()["isa"].startswith("none: DRQ_FAST_ISA must be one of")
+    monkeypatch.setenv("DRQ_FAST_BACKEND", "torch")
+    assert cpu("search") == {"operation": "search", "backend": "torch", "why not": "DRQ_FAST_BACKEND=torch"}
+    monkeypatch.setenv("DRQ_FAST_BACKEND", "native")
+    assert cpu("search")["backend"] == "native"
+    assert cpu("quantize")["backend"] == "none"
+    assert "it has no quantize for cpu" in cpu("quantize")["why not"]
+    monkeypatch.setenv("DRQ_FAST_BACKEND", "foo")
+    assert cpu("search")["backend"] == "none"
+    assert "DRQ_FAST_BACKEND must be one of" in cpu("search")["why not"]
+
+
 def test_the_command_and_the_module(tmp_path):
     for command in ([sys.executable, "-m", "drq_fast", "info"], [sys.executable, "-m", "drq_fast", "--version"]):
         result = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
