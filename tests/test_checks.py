@@ -133,12 +133,13 @@ def test_any_kind_of_number_is_a_gamma():
 def test_read_only_arrays_are_taken_as_they_are_without_touching_the_warnings_of_the_process(monkeypatch):
     values = X.numpy().copy()
     values.flags.writeable = False
-    monkeypatch.setattr(warnings, "catch_warnings", None)
-    monkeypatch.setattr(warnings, "filters", [("error", None, Warning, None, 0)])
     before = torch.is_warn_always_enabled()
     torch.set_warn_always(True)
     try:
-        tensor = checks.array("op", "x", values[::2, 1:])
+        with monkeypatch.context() as patch:
+            patch.setattr(warnings, "catch_warnings", None)
+            patch.setattr(warnings, "filters", [("error", None, Warning, None, 0)])
+            tensor = checks.array("op", "x", values[::2, 1:])
     finally:
         torch.set_warn_always(before)
     address = values.ctypes.data

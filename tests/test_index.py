@@ -196,11 +196,16 @@ def test_threads_may_read_everything_while_rows_come_and_go():
             failures.append(error)
 
     threads = [threading.Thread(target=read) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for _ in range(300):
-        index.remove(index.add(X[:20]))
-    stop.set()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for _ in range(300):
+            index.remove(index.add(X[:20]))
+    finally:
+        stop.set()
+        sys.setswitchinterval(interval)
     for thread in threads:
         thread.join()
     assert not failures
@@ -248,6 +253,7 @@ def test_interrupted_changes_are_done_or_undone(monkeypatch, change):
         index.search(X[:2])
         if not interrupted(calls[change], index, line):
             break
+        assert len(index) == len(index.ids)
         assert len(index) in sizes[change]
         assert len(index._codes) == len(index._ids) == len(index._alive)
         fresh = Index(LAYER)
