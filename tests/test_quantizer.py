@@ -152,7 +152,7 @@ def test_start_is_better_than_chance_at_every_level_and_deterministic():
 @pytest.mark.parametrize("N", [1, 5, 15])
 def test_fewer_vectors_than_codewords(N):
     layer = RecurrentQuantizer(6, 16, 2)
-    layer.initialise(data(N))
+    layer.initialise(data(N), seed=0)
     torch.testing.assert_close(layer.decode(layer.encode(data(N))), data(N), atol=1e-2, rtol=1e-2)
     assert layer.gamma.isfinite()
 
