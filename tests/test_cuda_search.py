@@ -59,8 +59,8 @@ class Case:
         flat = flat[: max(self.lead, len(flat) - self.stride + self.M)]  # nothing may be read beyond the last code
         for m in range(self.M if self.N else 0):
             flat[self.lead + m :: self.stride] = rows[:, m]
-        make = (lambda *shape: torch.randint(-2, 3, shape, generator=generator).float()) if self.ties else None
-        make = make or (lambda *shape: torch.randn(*shape, generator=generator))
+        coarse = lambda *shape: torch.randint(-2, 3, shape, generator=generator).float()  # noqa: E731
+        make = coarse if self.ties else lambda *shape: torch.randn(*shape, generator=generator)
         self.rows = rows
         self.tensors = {
             "table": make(self.Q, self.K),
@@ -175,9 +175,8 @@ def build(folder: Path, changes: dict[str, str]) -> Path:
     for file in (ROOT / "csrc/cuda").iterdir():
         text = file.read_text()
         for old, new in changes.items():
-            if old in text:
-                text = text.replace(old, new)
-                remaining.discard(old)
+            remaining -= {old} if old in text else set()
+            text = text.replace(old, new)
         (folder / file.name).write_text(text)
     assert not remaining
     flags = ["-std=c++17", "-fmad=false", "-DDRQ_FAST_CUDA", f"-I{ROOT / 'csrc'}", f"-I{folder}"]
@@ -221,7 +220,7 @@ def host(folder) -> Any:
     sys.path.insert(0, str(folder))
     import hostsim
 
-    return hostsim.HostSim(6 << 30)  # pages that nobody touches cost nothing
+    return hostsim.HostSim(13 << 28)  # pages that nobody touches cost nothing
 
 
 @pytest.fixture(scope="module")
@@ -413,9 +412,8 @@ def test_lookups_without_conflicts_and_coalesced_loads(simulator, Q, M, wide):
     """Where the table fits, each look-up is one wavefront, and each byte of the codes is loaded once."""
     case = Case(Q, 2048, 256, M, 10, wide=wide)
     counts = counted(simulator, case, "queue_kernel")
-    per_word = 2 if wide else 4
     batches = case.N if Q == 32 else case.N // 32  # a warp looks up a code for 32 queries, or 32 codes for one
-    steps = batches * (M + -(-M // per_word))  # entries, and words of codes
+    steps = batches * (M + -(-M // (2 if wide else 4)))  # entries, and words of codes
     reads = counts["ld shared 4", "requests"]
     assert steps + batches * M // 4 <= reads <= steps + batches * M // 4 + 2000  # scales, queues
     assert counts["ld shared 4", "parts"] == reads
