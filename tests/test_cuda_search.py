@@ -299,7 +299,7 @@ def test_bits_of_the_reference(simulator, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_bits_of_the_reference_for_random_shapes(simulator, seed):
     case = random_case(seed)
     for shared in (99 * 1024, 64 * 1024):
