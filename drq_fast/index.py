@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import checks, files, fit, functional, modes, reference
+from . import checks, files, fit, functional, modes
 from .codes import bits
 from .quantizer import Array, RecurrentQuantizer
 
@@ -25,6 +25,40 @@ class IndexResult(NamedTuple):
 
     scores: Any
     ids: Any
+
+
+class _Rows(NamedTuple):
+    """The rows of an index; its tensors may be longer than the rows in use."""
+
+    codes: Tensor  # [>= size, levels]
+    ids: Tensor | None  # [>= size] int64; None while every id is the number of its row
+    alive: Tensor | None  # [>= size] bool; None while nothing has been removed
+    size: int  # rows in use, removed ones among them
+    removed: int | None  # how many of those; None: to be counted
+    next_id: int
+
+    def living_count(self) -> int:
+        """Rows that have not been removed."""
+        if self.removed is None and self.alive is not None:
+            return int(self.alive[: self.size].sum())
+        return self.size - (self.removed or 0)
+
+    def used(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """codes, ids and alive of the rows in use."""
+        codes, ids, alive = self[:3]
+        return (
+            codes[: self.size],
+            None if ids is None else ids[: self.size],
+            None if alive is None else alive[: self.size],
+        )
+
+    def living(self) -> tuple[Tensor, Tensor | None]:
+        """codes and ids of the rows that have not been removed, in their order."""
+        codes, ids, alive = self.used()
+        if alive is None:
+            return codes, ids
+        rows = alive.nonzero().squeeze(1)
+        return codes[rows], rows if ids is None else ids[rows]
 
 
 class Index:
@@ -53,31 +87,22 @@ class Index:
                 offset=None if layer.offset is None else layer.offset.to(place, torch.float32, copy=True),
             )
             codes = torch.empty(0, self.levels, dtype=self._storage, device=place)
-            ids = torch.empty(0, dtype=torch.int64, device=place)
-            alive = torch.empty(0, dtype=torch.bool, device=place)
         for name, value in self._codec().items():
             checks.finite("Index", name, value)
         self.metric, self.level_weights = metric, layer.level_weights
         self._lock = threading.RLock()  # held while rows change and while a search notes what it will scan
         self._mapped: Tensor | None = None  # codes that lie in a file
         self._unverified: tuple[Path, str] | None = None  # that file and the checksum of its codes
-        self._set_rows(codes, ids, alive, size=0, removed=0, next_id=0)
+        self._set_rows(_Rows(codes, None, None, size=0, removed=0, next_id=0))
 
-    def _set_rows(self, codes: Tensor, ids: Tensor, alive: Tensor, *, size: int, removed: int, next_id: int) -> None:
+    def _set_rows(self, rows: _Rows, norms: dict[int, Tensor] | None = None) -> None:
         """All that changes when rows come or go, in one step: an exception or Ctrl-C leaves the old rows or the new.
 
-        size: rows in use, removed ones among them; the tensors may be longer.
+        norms: by length, of the first rows; all that was known if rows were only added.
         """
-        self._codes: Tensor
-        self._ids: Tensor
-        self._alive: Tensor
-        self._size: int
-        self._removed: int
-        self._next_id: int
-        self._norms: dict[int, Tensor]  # by length, of all rows in use
-        self.__dict__.update(
-            _codes=codes, _ids=ids, _alive=alive, _size=size, _removed=removed, _next_id=next_id, _norms={}
-        )
+        self._rows: _Rows
+        self._norms: dict[int, Tensor]
+        self.__dict__.update(_rows=rows, _norms=norms or {})
 
     def _set_codec(self, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> None:
         self.codebook, self.scale, self.offset = codebook, scale, offset
@@ -100,8 +125,7 @@ class Index:
         self.__dict__.update(state, _lock=threading.RLock())
 
     def __len__(self) -> int:
-        with self._lock:
-            return self._size - self._removed
+        return self._rows.living_count()
 
     def __repr__(self) -> str:
         return f"Index({len(self)} vectors of {self.dim} dimensions in {self.bits} bits, metric={self.metric!r})"
@@ -120,13 +144,14 @@ class Index:
     def ids(self) -> Tensor:
         """All ids in the index [len], oldest first."""
         with self._lock:
-            return self._ids[: self._size][self._alive[: self._size]]
+            codes, ids = self._rows.living()
+            return torch.arange(len(codes), device=self.device) if ids is None else ids.clone()
 
     @property
     def codes(self) -> Tensor:
         """All codes in the index [len, levels], oldest first, uint8 for K <= 256, else int32."""
         with self._lock:
-            return self._wide(self._codes[: self._size][self._alive[: self._size]])
+            return functional.two_bytes(self._rows.living()[0].clone())
 
     def encode(self, x: Array, beam: int = 1) -> Array:
         """x [N, dim] -> codes [N, levels], uint8 for K <= 256, else int32."""
@@ -142,6 +167,12 @@ class Index:
         values = self._vectors("add", "x", x)
         checks.finite("add", "x", values, torch.float32)
         return checks.in_kind(self._append("add", self._encode(values, beam), ids), x)
+
+    def upsert(self, x: Array, ids: Array | Iterable[int], *, beam: int = 1) -> Array:
+        """`add` that replaces the vectors whose ids are in the index already; they count as new from then on."""
+        values = self._vectors("upsert", "x", x)
+        checks.finite("upsert", "x", values, torch.float32)
+        return checks.in_kind(self._append("upsert", self._encode(values, beam), ids, replace=True), x)
 
     def add_codes(self, codes: Array, ids: Array | Iterable[int] | None = None) -> Array:
         """Stores codes [N, levels] that `encode` made; returns their ids as `add` does."""
@@ -169,15 +200,14 @@ class Index:
         checks.finite("search", "query", values, torch.float32)
         k = checks.integer("search", "k", k, 1, checks.MAX_RESULTS)
         length = checks.levels("search", levels, self.levels)
-        with self._lock:
-            rows = self._alive[: self._size].clone()
-            if keep is not None:
-                rows &= self._kept(keep)
-            stored = self._ids[: self._size]
-            codes = self._checked_codes(length)
+        with self._lock, modes.plain(self.device):
+            rows = self._rows
+            mask = self._mask(rows, keep)
+            codes = self._checked_codes(rows, length)
             norms = self._squared_norms(codes) if self.metric != "ip" else None
-        scores, positions = self._scan(values, k, codes, norms, None if bool(rows.all()) else rows)
-        ids = positions if len(stored) == 0 else stored[positions.clamp_min(0)].where(positions >= 0, -1)
+        scores, ids = self._scan(values, k, codes, norms, mask)
+        if rows.ids is not None and rows.size:
+            ids = rows.ids[ids.clamp_min(0)].where(ids >= 0, -1)
         if single:
             scores, ids = scores[0], ids[0]
         return IndexResult(checks.in_kind(scores, query), checks.in_kind(ids, query))
@@ -185,29 +215,33 @@ class Index:
     def remove(self, ids: Array | Iterable[int]) -> None:
         """Takes vectors out by id. All ids must be in the index, else nothing is removed."""
         wanted = self._as_ids("remove", ids)
-        with self._lock:
+        with self._lock, modes.plain(self.device):
+            rows = self._rows
             positions = self._positions(wanted)
             missing = wanted[positions < 0]
             if len(missing):
                 checks.fail("remove", "ids", "in the index", f"{int(missing[0])}, which is not")
-            alive, removed = self._alive.clone(), self._removed + len(positions)
-            alive[positions] = False
-            if removed <= self._size // 2:
-                self.__dict__.update(_alive=alive, _removed=removed)
+            left = rows.living_count() - len(positions)
+            if 2 * left >= rows.size:
+                alive = _all_alive(rows) if rows.alive is None else rows.alive
+                # Interrupted between these, it is done or not, and counted when somebody asks.
+                self._set_rows(rows._replace(alive=alive, removed=None), self._norms)
+                alive[positions] = False
+                self._set_rows(rows._replace(alive=alive, removed=rows.size - left), self._norms)
                 return
             self._verify("remove")
-            rows = alive[: self._size].nonzero().squeeze(1)  # in their old order
-            self._set_rows(
-                self._codes[rows], self._ids[rows], alive[rows], size=len(rows), removed=0, next_id=self._next_id
-            )
+            alive = _all_alive(rows) if rows.alive is None else rows.alive.clone()
+            alive[positions] = False
+            codes, stored = rows._replace(alive=alive).living()
+            self._set_rows(_Rows(codes, stored, None, size=len(codes), removed=0, next_id=rows.next_id))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes codes, ids and codec to one safetensors file, atomically. Verifies a mapped index first."""
         with self._lock:
             self._verify("save")
-            alive = self._alive[: self._size]
-            tensors = self._codec() | {"codes": self._codes[: self._size][alive], "ids": self._ids[: self._size][alive]}
-            config = {"metric": self.metric, "level_weights": self.level_weights, "next_id": self._next_id}
+            codes, ids = self._rows.living()
+            tensors = self._codec() | {"codes": codes} | ({} if ids is None else {"ids": ids})
+            config = {"metric": self.metric, "level_weights": self.level_weights, "next_id": self._rows.next_id}
         files.write(path, "index", tensors, config)
 
     @classmethod
@@ -222,10 +256,10 @@ class Index:
             try:
                 index._restore(tensors, config, place)
                 if not mmap:
-                    checks.code_range("load", index._wide(index._codes), index.codewords)
+                    checks.code_range("load", functional.two_bytes(index._rows.codes), index.codewords)
             except (KeyError, TypeError, ValueError) as error:
                 raise files.FileError(f"load: {path} does not describe an index ({error}).") from error
-        index._mapped = index._codes if mmap else None
+        index._mapped = index._rows.codes if mmap else None
         index._unverified = (Path(path), checksums["codes"]) if mmap else None
         return index
 
@@ -240,22 +274,23 @@ class Index:
     def _verify(self, op: str) -> None:
         if self._unverified is not None:
             path, expected = self._unverified
-            files.verify(op, path, "codes", self._codes.cpu(), expected)
-            self._check_range(op, self._wide(self._codes))
+            files.verify(op, path, "codes", self._rows.codes.cpu(), expected)
+            self._check_range(op, self._rows.codes)
             self._unverified = None
 
     def _check_range(self, op: str, codes: Tensor) -> None:
         """FileError where a mapped file holds others than codes."""
         try:
-            checks.code_range(op, codes, self.codewords)
+            checks.code_range(op, functional.two_bytes(codes), self.codewords)
         except ValueError as error:
             raise files.FileError(str(error)) from None
 
     def _restore(self, tensors: dict[str, Tensor], config: dict[str, Any], device: torch.device) -> None:
-        if tensors.keys() - {"offset"} != {"codebook", "scale", "codes", "ids"}:
-            checks.fail("load", "tensors", "codebook, scale, codes, ids and perhaps offset", ", ".join(sorted(tensors)))
+        if tensors.keys() - {"offset", "ids"} != {"codebook", "scale", "codes"}:
+            expected = "codebook, scale, codes and perhaps offset and ids"
+            checks.fail("load", "tensors", expected, ", ".join(sorted(tensors)))
         codebook, scale = tensors["codebook"], tensors["scale"]
-        offset, codes, ids = tensors.get("offset"), tensors["codes"], tensors["ids"]
+        offset, codes, ids = tensors.get("offset"), tensors["codes"], tensors.get("ids")
         for name in ("codebook", "scale", "offset"):
             if name in tensors and tensors[name].dtype != torch.float32:
                 checks.fail("load", name, "torch.float32", tensors[name].dtype, error=TypeError)
@@ -271,18 +306,22 @@ class Index:
         )
         if codes.dtype != self._storage or codes.ndim != 2 or codes.shape[1] != M:
             checks.fail("load", "codes", f"{self._storage} [N, {M}]", f"{codes.dtype} {checks.shape_of(codes)}")
-        if ids.dtype != torch.int64 or ids.shape != codes.shape[:1]:
-            checks.fail("load", "ids", f"torch.int64 [{len(codes)}]", f"{ids.dtype} {checks.shape_of(ids)}")
         checks.choice("load", "metric", config["metric"], checks.METRICS)
         self.metric = config["metric"]
         self.level_weights = checks.level_weights("load", config["level_weights"], M)
         checks.integer("load", "next_id", config["next_id"], 0, _MAX_ID + 1)
-        next_id, distinct = config["next_id"], ids.unique()
-        if len(distinct) != len(ids) or (len(ids) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < next_id):
-            checks.fail("load", "ids", f"unique and in 0..{next_id - 1}", "others")
+        next_id = config["next_id"]
+        if ids is None and next_id != len(codes):
+            checks.fail("load", "next_id", f"{len(codes)}, as there are no ids", next_id)
+        if ids is not None:
+            if ids.dtype != torch.int64 or ids.shape != codes.shape[:1]:
+                checks.fail("load", "ids", f"torch.int64 [{len(codes)}]", f"{ids.dtype} {checks.shape_of(ids)}")
+            distinct = ids.unique()
+            if len(distinct) != len(ids) or (len(ids) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < next_id):
+                checks.fail("load", "ids", f"unique and in 0..{next_id - 1}", "others")
+            ids = ids.to(device, copy=True)
         self._lock = threading.RLock()
-        alive = torch.ones(len(codes), dtype=torch.bool, device=device)
-        self._set_rows(codes.to(device), ids.to(device, copy=True), alive, size=len(codes), removed=0, next_id=next_id)
+        self._set_rows(_Rows(codes.to(device), ids, None, size=len(codes), removed=0, next_id=next_id))
 
     def _vectors(self, op: str, name: str, value: Any) -> Tensor:
         values = checks.array(op, name, value)
@@ -294,40 +333,55 @@ class Index:
         beam = checks.beam("encode", beam)
         return fit.encode(x, self.codebook, self.scale, self.offset, beam, self.level_weights)
 
-    def _append(self, op: str, codes: Tensor, ids: Any) -> Tensor:
+    def _append(self, op: str, codes: Tensor, ids: Any, replace: bool = False) -> Tensor:
         """Stores checked codes; the arrays double when they are full, so adding one is O(1) on average, but for the
         search for repeats among own ids."""
         with self._lock, modes.plain(self.device):
-            return self._append_locked(op, codes, ids)
+            rows, count = self._rows, len(codes)
+            if ids is None and rows.next_id + count > _MAX_ID + 1:
+                checks.fail(op, "ids", "given, since there are too few above the highest one in use", "None")
+            if ids is None:
+                new_ids = torch.arange(rows.next_id, rows.next_id + count, device=self.device)
+                replaced = new_ids[:0]
+            else:
+                new_ids, replaced = self._new_ids(op, ids, count, replace)
+            self._verify(op)
+            self._set_rows(self._with(rows, codes, new_ids, replaced), self._norms)
+            return new_ids
 
-    def _append_locked(self, op: str, codes: Tensor, ids: Any) -> Tensor:
-        if ids is None and self._next_id + len(codes) > _MAX_ID + 1:
-            checks.fail(op, "ids", "given, since there are too few above the highest one in use", "None")
-        if ids is None:
-            new_ids = torch.arange(self._next_id, self._next_id + len(codes), device=self.device)
-        else:
-            new_ids = self._new_ids(op, ids, len(codes))
-        self._verify(op)
-        size, end = self._size, self._size + len(codes)
-        arrays = [self._codes, self._ids, self._alive]
-        if end > len(self._codes):
-            arrays = [_grown(array, size, max(end, 2 * len(self._codes))) for array in arrays]
-        stored_codes, stored_ids, alive = arrays
+    def _with(self, rows: _Rows, codes: Tensor, ids: Tensor, replaced: Tensor) -> _Rows:
+        """The rows with new ones behind them, and those at the positions `replaced` removed."""
+        size, end = rows.size, rows.size + len(codes)
+        numbered = rows.ids is None and (
+            len(ids) == 0 or bool((ids == torch.arange(size, end, device=ids.device)).all())
+        )
+        stored_ids = None if numbered else torch.arange(size, device=ids.device) if rows.ids is None else rows.ids
+        stored_codes = _with_room(rows.codes, size, end)
         stored_codes[size:end] = codes.to(self._storage)  # nobody looks beyond `size` yet
-        stored_ids[size:end] = new_ids
-        alive[size:end] = True
-        next_id = max(self._next_id, int(new_ids.max()) + 1) if len(new_ids) else self._next_id
-        self._set_rows(stored_codes, stored_ids, alive, size=end, removed=self._removed, next_id=next_id)
-        return new_ids.clone()
+        if stored_ids is not None:
+            stored_ids = _with_room(stored_ids, size, end)
+            stored_ids[size:end] = ids
+        alive = rows.alive
+        if len(replaced):
+            alive = _all_alive(rows) if alive is None else alive.clone()
+            alive[replaced] = False
+        if alive is not None:
+            alive = _with_room(alive, size, end)
+            alive[size:end] = True
+        next_id = max(rows.next_id, int(ids.max()) + 1) if len(ids) else rows.next_id
+        removed = rows.size - rows.living_count() + len(replaced)
+        return _Rows(stored_codes, stored_ids, alive, size=end, removed=removed, next_id=next_id)
 
-    def _new_ids(self, op: str, ids: Any, count: int) -> Tensor:
+    def _new_ids(self, op: str, ids: Any, count: int, replace: bool) -> tuple[Tensor, Tensor]:
+        """The user's ids [count], and the positions of those that are in the index and may be replaced."""
         new_ids = self._as_ids(op, ids)
         if len(new_ids) != count:
             checks.fail(op, "ids", f"{count} numbers, one per vector", len(new_ids))
-        taken = new_ids[self._positions(new_ids) >= 0]
-        if len(taken):
+        positions = self._positions(new_ids)
+        taken = new_ids[positions >= 0]
+        if len(taken) and not replace:
             checks.fail(op, "ids", "new", f"{int(taken[0])}, which is in the index already")
-        return new_ids
+        return new_ids, positions[positions >= 0]
 
     def _as_ids(self, op: str, ids: Any) -> Tensor:
         """User's ids as int64 [n]: in 0.._MAX_ID, no number twice."""
@@ -343,29 +397,52 @@ class Index:
 
     def _positions(self, ids: Tensor) -> Tensor:
         """The row of each id [n], -1 where it is not in the index."""
-        rows = self._alive[: self._size].nonzero().squeeze(1)
-        if len(rows) == 0:
+        rows = self._rows
+        _, stored, alive = rows.used()
+        if rows.size == 0:
             return torch.full_like(ids, -1)
-        stored = self._ids[rows]
-        if bool((stored[1:] < stored[:-1]).any()):
-            stored, order = stored.sort()
-            rows = rows[order]
-        place = torch.searchsorted(stored, ids).clamp_max(len(stored) - 1)
-        return torch.where(stored[place] == ids, rows[place], -1)
+        if stored is None:
+            places = ids.clamp_max(rows.size - 1)
+            found = ids < rows.size
+        else:
+            order = self._order(stored)
+            # The last of equal ids: those before it have been removed or replaced.
+            places = torch.searchsorted(stored, ids, right=True, sorter=order).sub_(1).clamp_min_(0)
+            places = places if order is None else order[places]
+            found = stored[places] == ids
+        if alive is not None:
+            found &= alive[places]
+        return torch.where(found, places, -1)
 
-    def _kept(self, keep: Any) -> Tensor:
-        """The user's filter as a bool mask over rows [size]."""
+    def _order(self, ids: Tensor) -> Tensor | None:
+        """What sorts the ids, equal ones by age; None where they are sorted. Kept until rows are added."""
+        known = self.__dict__.get("_sorted")
+        if known is None or known[0] is not self._rows.ids or known[1] != len(ids):
+            order = None if bool((ids[1:] >= ids[:-1]).all()) else ids.sort(stable=True).indices
+            known = self._sorted = (self._rows.ids, len(ids), order)
+        return known[2]
+
+    def _mask(self, rows: _Rows, keep: Any) -> Tensor | None:
+        """The rows to look at [size] bool, a copy where they may change; None for all."""
+        _, ids, alive = rows.used()
+        if keep is None:
+            return None if alive is None else alive.clone()
         flags = checks.id_array("search", "keep", keep).to(self.device)
-        if flags.dtype != torch.bool:
-            return torch.isin(self._ids[: self._size], flags)
-        if len(flags) < self._next_id:
-            checks.fail("search", "keep", f"[{self._next_id}] or longer, one per id", checks.shape_of(flags))
-        return flags[self._ids[: self._size]]
+        if flags.dtype == torch.bool:
+            if len(flags) < rows.next_id:
+                checks.fail("search", "keep", f"[{rows.next_id}] or longer, one per id", checks.shape_of(flags))
+            mask = flags[: rows.size] if ids is None else flags[ids]
+        else:
+            positions = self._positions(checks.integers("search", "keep", flags).to(torch.int64).clamp_min(0))
+            negative = flags < 0
+            mask = torch.zeros(rows.size, dtype=torch.bool, device=self.device)
+            mask[positions[(positions >= 0) & ~negative]] = True
+        return mask if alive is None else mask & alive
 
-    def _checked_codes(self, length: int) -> Tensor:
+    def _checked_codes(self, rows: _Rows, length: int) -> Tensor:
         """The first levels of all rows in use, [size, length]; refused where a mapped file holds others than codes."""
-        codes = self._wide(self._codes[: self._size, :length])
-        if self._codes is self._mapped and self.codewords not in (256, 65536):  # with these every number is a code
+        codes = rows.codes[: rows.size, :length]
+        if rows.codes is self._mapped and self.codewords not in (256, 65536):  # with these every number is a code
             codes = codes.clone()  # the file could change after the check
             self._check_range("search", codes)
         return codes
@@ -373,40 +450,39 @@ class Index:
     def _scan(
         self, query: Tensor, k: int, codes: Tensor, norms: Tensor | None, keep: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """(scores [Q, k], rows [Q, k]) by blocks of queries, so that memory stays bounded."""
-        step = max(1, _SCORES // max(1, len(codes)))
+        """(scores [Q, k], rows [Q, k]) by blocks of queries, so that memory stays bounded and progress shows."""
+        step = max(64, _SCORES // max(1, len(codes)))
         scores = torch.empty(len(query), k, dtype=torch.float32, device=self.device)
         rows = torch.empty(len(query), k, dtype=torch.int64, device=self.device)
-        for first in tqdm(range(0, len(query), step), desc="search", delay=2, disable=None, leave=False):
-            block = slice(first, min(first + step, len(query)))
-            scores[block], rows[block] = functional.search(
-                query[block].to(self.device, torch.float32),
-                codes,
-                self.codebook,
-                self.scale,
-                k=k,
-                offset=self.offset,
-                metric=self.metric,
-                norms=norms,
-                keep=keep,
-            )
+        with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=None, leave=False) as bar:
+            for first in range(0, len(query), step):
+                block = query[first : first + step].to(self.device, torch.float32)
+                found = functional.search_unchecked(
+                    block, codes, self.codebook, self.scale[: codes.shape[1]], k, self.offset, self.metric, norms, keep
+                )
+                scores[first : first + step], rows[first : first + step] = found
+                bar.update(len(block))
         return scores, rows
 
     def _squared_norms(self, codes: Tensor) -> Tensor:
-        """What `functional.search` takes as norms, for all rows; kept until rows are added or moved."""
+        """What the search takes as norms, for all rows; kept, and extended when rows are added."""
         length = codes.shape[1]
-        if length not in self._norms:
+        known = self._norms.get(length, codes.new_empty(0, dtype=torch.float32))
+        if len(known) < len(codes):
             offset = self.offset if self.metric == "cosine" else None
-            with modes.plain(self.device):
-                self._norms[length] = reference.squared_norms(codes, self.codebook, self.scale, offset)
-        return self._norms[length]
-
-    def _wide(self, codes: Tensor) -> Tensor:
-        """Stored codes as numbers 0..K-1: uint8 as they are, two-byte codes as int32."""
-        return codes if codes.dtype == torch.uint8 else codes.to(torch.int32) & 0xFFFF
+            new = functional.squared_norms(codes[len(known) :], self.codebook, self.scale[:length], offset)
+            known = self._norms[length] = torch.cat([known, new])
+        return known
 
 
-def _grown(tensor: Tensor, used: int, capacity: int) -> Tensor:
-    grown = torch.empty(capacity, *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
+def _with_room(tensor: Tensor, used: int, needed: int) -> Tensor:
+    """The tensor itself where it has room for so many rows, else a copy of the used ones with twice the room."""
+    if needed <= len(tensor):
+        return tensor
+    grown = torch.empty(max(needed, 2 * len(tensor)), *tensor.shape[1:], dtype=tensor.dtype, device=tensor.device)
     grown[:used] = tensor[:used]
     return grown
+
+
+def _all_alive(rows: _Rows) -> Tensor:
+    return torch.ones(len(rows.codes), dtype=torch.bool, device=rows.codes.device)

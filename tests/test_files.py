@@ -145,7 +145,11 @@ def test_truncated_files_are_refused(saved, keep, mmap):
             lambda h: h.update(config=h["config"].replace("898", str(2**63))),
             "next_id must be an integer",
         ),
-        (lambda t: t.update(more=t["ids"].clone()), lambda h: None, "tensors must be codebook, scale, codes, ids"),
+        (
+            lambda t: t.update(more=t["ids"].clone()),
+            lambda h: None,
+            "tensors must be codebook, scale, codes and perhaps offset and ids",
+        ),
         (lambda t: t.update(codebook=t["codebook"].double()), lambda h: None, "codebook must be torch.float32"),
         (lambda t: t.pop("codes"), lambda h: None, "does not describe an index"),
         (
@@ -187,13 +191,13 @@ def test_a_file_that_changes_after_the_check_is_not_read_again(saved, verified):
     mapped = Index.load(path, mmap=True)
     if verified:
         mapped.verify()
-    checked = mapped._checked_codes(3)
+    checked = mapped._checked_codes(mapped._rows, 3)
     with safe_open(path, framework="pt") as file:
         start = path.read_bytes().index(bytes(file.get_tensor("codes").flatten().tolist()))
     with path.open("r+b") as file:
         file.seek(start)
         file.write(b"\xff" * index.codes.numel())
-    assert int(mapped._codes.max()) == 255  # it is the same memory
+    assert int(mapped._rows.codes.max()) == 255  # it is the same memory
     assert torch.equal(checked, index.codes)
     with pytest.raises(FileError, match=r"codes must be in 0\.\.15"):
         mapped.search(X[:3])

@@ -126,7 +126,7 @@ def test_more_than_256_codewords_use_two_bytes(tmp_path):
     assert torch.equal(index.codes, layer.encode(X))
     assert int(index.codes.max()) > 32767
     index.save(tmp_path / "a.drq")
-    assert index._codes.element_size() == 2
+    assert index._rows.codes.element_size() == 2
     other = Index.load(tmp_path / "a.drq")
     assert torch.equal(other.search(X[:9], k=5).ids, index.search(X[:9], k=5).ids)
     assert torch.equal(other.codes, index.codes)
@@ -143,7 +143,7 @@ def test_adding_one_at_a_time_moves_the_arrays_rarely():
     index, addresses = Index(LAYER), set()
     for row in X:
         index.add(row[None])
-        addresses.add(index._codes.data_ptr())
+        addresses.add(index._rows.codes.data_ptr())
     assert len(index) == 300
     assert len(addresses) <= 12
 
@@ -255,7 +255,6 @@ def test_interrupted_changes_are_done_or_undone(monkeypatch, change):
             break
         assert len(index) == len(index.ids)
         assert len(index) in sizes[change]
-        assert len(index._codes) == len(index._ids) == len(index._alive)
         fresh = Index(LAYER)
         fresh.add_codes(index.codes, ids=index.ids)
         assert torch.equal(fresh.search(X[:2], k=60).ids, index.search(X[:2], k=60).ids)
