@@ -1,4 +1,7 @@
-"""Top 10 by inner product among a million random codes, D=64, 16 queries: the whole search, from query to positions."""
+"""The k best of many codes: the whole search, from query to positions, beside other people's at equal code size.
+
+Codes are uniform random ("random") or few different ones, unevenly often ("fitted", as codes of real data are).
+"""
 
 from __future__ import annotations
 
@@ -6,71 +9,113 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 from drq_fast import functional, reference
 
-K, M, D, TOP = 256, 4, 64, 10
+D = 64
+Sizes = dict[str, Any]
 
 
-def inputs(N: int, Q: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """query [Q, D], codes [N, M] uint8, codebook [K, D], scale [M]."""
+def inputs(N: int, Q: int, K: int, M: int, codes: str = "random", **_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """query [Q, D], codes [N, M] uint8 or int16, codebook [K, D], scale [M]."""
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(Q, D, generator=generator)
-    codes = torch.randint(K, (N, M), generator=generator, dtype=torch.uint8)
-    return query, codes, torch.randn(K, D, generator=generator), 0.7 ** torch.arange(M)
+    dtype = torch.uint8 if K <= 256 else torch.int16
+    if codes == "random":
+        rows = torch.randint(K, (N, M), generator=generator, dtype=dtype)
+    else:
+        distinct = torch.randint(K, (N // 50, M), generator=generator, dtype=dtype)
+        rows = distinct[(torch.rand(N, generator=generator) ** 3 * len(distinct)).long()]
+    return query, rows, torch.randn(K, D, generator=generator), 0.7 ** torch.arange(M)
 
 
-def ours(N: int, Q: int, backend: str | None = None) -> Callable[[], reference.SearchResult]:
-    """4 bytes per vector, exact over the codes."""
-    query, codes, codebook, scale = inputs(N, Q)
-    return lambda: functional.search(query, codes, codebook, scale, k=TOP, metric="ip", backend=backend)
+def ours(metric: str, k: int, backend: str | None = None, keep: float | None = None, **sizes: Any) -> Callable[[], Any]:
+    """Exact over the codes; squared norms for l2 are 4 bytes a code, made once as an index makes them."""
+    query, codes, codebook, scale = inputs(**sizes)
+    norms = None if metric == "ip" else functional.squared_norms(codes, codebook, scale, None)
+    mask = None if keep is None else torch.rand(len(codes), generator=torch.Generator().manual_seed(3)) < keep
+    rest = (k, None, metric, norms, mask, backend)
+    return lambda: functional.search_unchecked(query, codes, codebook, scale, *rest)
 
 
-def torch_backend(N: int, Q: int) -> Callable[[], reference.SearchResult]:
-    return ours(N, Q, backend="torch")
+def unfiltered(keep: float, **sizes: Any) -> Callable[[], Any]:
+    return ours(**sizes)
 
 
-def index_pq(N: int, levels: int, bits: int) -> Any:
-    """A faiss.IndexPQ of 4 bytes per vector with random centroids and random codes, neither trained nor encoded."""
+def index_pq(N: int, levels: int, bits: int, metric: str) -> Any:
+    """A faiss.IndexPQ with random centroids and random codes, neither trained nor encoded."""
     import faiss  # after torch: each brings an OpenMP runtime, and crashes have depended on the order
 
     faiss.omp_set_num_threads(torch.get_num_threads())
     generator = torch.Generator().manual_seed(1)
     centroids = torch.randn(levels * 2**bits * (D // levels), generator=generator)
-    codes = torch.randint(256, (N * levels * bits // 8,), generator=generator, dtype=torch.uint8)
-    index = faiss.IndexPQ(D, levels, bits, faiss.METRIC_INNER_PRODUCT)
+    codes = torch.randint(256, (N * ((levels * bits + 7) // 8),), generator=generator, dtype=torch.uint8)
+    measure = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
+    index = faiss.IndexPQ(D, levels, bits, measure)
     faiss.copy_array_to_vector(centroids.numpy(), index.pq.centroids)
     faiss.copy_array_to_vector(codes.numpy(), index.codes)
     index.is_trained, index.ntotal = True, N
     return index
 
 
-def faiss_pq(N: int, Q: int) -> Callable[[], Any]:
-    """4 tables of 256 float entries: the same look-ups as ours."""
-    query = inputs(N, Q)[0].numpy()
-    index = index_pq(N, levels=4, bits=8)
-    return lambda: index.search(query, TOP)
+def faiss_pq(K: int, M: int, metric: str, k: int, **sizes: Any) -> Callable[[], Any]:
+    """M tables of K float entries: the same look-ups as ours."""
+    query = inputs(K=K, M=M, **sizes)[0].numpy()
+    index = index_pq(sizes["N"], M, (K - 1).bit_length(), metric)
+    return lambda: index.search(query, k)
 
 
-def faiss_fast_scan(N: int, Q: int) -> Callable[[], Any]:
-    """8 tables of 16 entries, rounded to 8 bits: as many bytes, coarser codebooks, approximate scores."""
-    query = inputs(N, Q)[0].numpy()
-    exact = index_pq(N, levels=8, bits=4)
+def faiss_fast_scan(K: int, M: int, metric: str, k: int, **sizes: Any) -> Callable[[], Any]:
+    """Tables of 16 entries, rounded to 8 bits: as many bytes, coarser codebooks, approximate scores."""
+    query = inputs(K=K, M=M, **sizes)[0].numpy()
+    exact = index_pq(sizes["N"], M * (K - 1).bit_length() // 4, 4, metric)
     import faiss
 
     index = faiss.IndexPQFastScan(exact)
-    return lambda: index.search(query, TOP)
+    return lambda: index.search(query, k)
 
 
-def turbovec(N: int, Q: int) -> Callable[[], Any]:
-    """TurboQuant at 4 bits per dimension: 36 bytes per vector (32 of code, a float factor), nine times ours.
+def residual_index(kind: str, bits: int, N: int, Q: int, K: int, M: int, k: int, metric: str, **_: Any) -> Any:
+    """A faiss residual quantizer of as many bits, trained a little and filled with copies of a few codes."""
+    import faiss
 
-    It scans one bit of each dimension, then scores a shortlist. Comparable as a search of as many vectors of as many
-    dimensions, not at equal memory: it has no fewer than 2 bits per dimension, 20 bytes.
+    faiss.omp_set_num_threads(torch.get_num_threads())
+    query = inputs(N=1, Q=Q, K=K, M=M)[0].numpy()
+    measure = faiss.METRIC_L2 if metric == "l2" else faiss.METRIC_INNER_PRODUCT
+    levels = M * (K - 1).bit_length() // bits
+    search_type = {
+        "plain": faiss.AdditiveQuantizer.ST_LUT_nonorm if metric == "ip" else faiss.AdditiveQuantizer.ST_norm_qint8,
+        "fast": faiss.AdditiveQuantizer.ST_LUT_nonorm if metric == "ip" else faiss.AdditiveQuantizer.ST_norm_rq2x4,
+    }[kind]
+    make = faiss.IndexResidualQuantizer if kind == "plain" else faiss.IndexResidualQuantizerFastScan
+    index: Any = make(D, levels, bits, measure, search_type)
+    index.rq.train_type = faiss.ResidualQuantizer.Train_default
+    index.rq.max_beam_size = 1
+    sample = torch.randn(4096, D, generator=torch.Generator().manual_seed(1)).numpy()
+    index.train(sample)
+    for first in range(0, N, 1 << 17):
+        index.add(torch.randn(min(1 << 17, N - first), D, generator=torch.Generator().manual_seed(first)).numpy())
+    return lambda: index.search(query, k)
+
+
+def faiss_rq(**sizes: Any) -> Callable[[], Any]:
+    return residual_index("plain", bits=8, **sizes)
+
+
+def faiss_rq_fast_scan(**sizes: Any) -> Callable[[], Any]:
+    return residual_index("fast", bits=4, **sizes)
+
+
+def turbovec(metric: str, k: int, **sizes: Any) -> Callable[[], Any]:
+    """TurboQuant at 4 bits per dimension: 36 bytes per vector (32 of code, a float factor), nine times 32 bits.
+
+    Comparable as a search of as many vectors of as many dimensions, not at equal memory: it has no fewer than 2 bits
+    per dimension, 20 bytes.
     """
-    query, codes, codebook, scale = inputs(N, Q)
+    query, codes, codebook, scale = inputs(**sizes)
     os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))  # read once, when its threads start
     from turbovec import TurboQuantIndex
 
@@ -78,28 +123,73 @@ def turbovec(N: int, Q: int) -> Callable[[], Any]:
     index.add(reference.decode(codes, codebook, scale).numpy())
     index.prepare()
     array = query.numpy()
-    return lambda: index.search(array, TOP)
+    return lambda: index.search(array, k)
 
 
-def agrees(result: reference.SearchResult, N: int, Q: int) -> bool:
-    """The positions [Q, TOP] have the best scores there are by the float64 reference, and ours says the same scores."""
-    query, codes, codebook, scale = inputs(N, Q)
-    exact = (query.double(), codes, codebook.double(), scale.double())
-    best = reference.search(*exact, k=TOP, metric="ip").scores
-    scores = reference.adc(*exact, metric="ip").gather(1, result.positions)
-    distinct = all(len(set(row)) == TOP for row in result.positions.tolist())
-    close = torch.allclose(scores, best, rtol=1e-5) and torch.allclose(result.scores.double(), best, rtol=1e-5)
-    return distinct and close
+def agrees(result: reference.SearchResult, metric: str, k: int, keep: float | None = None, **sizes: Any) -> bool:
+    """The scores of the positions are the best there are by the float64 reference, for the first 8 queries."""
+    query, codes, codebook, scale = inputs(**sizes)
+    codes = functional.two_bytes(codes)
+    exact = (query[:8].double(), codes, codebook.double(), scale.double())
+    scores = reference.adc(*exact, metric=metric)
+    if keep is not None:
+        mask = torch.rand(len(codes), generator=torch.Generator().manual_seed(3)) < keep
+        scores[:, ~mask] = float("inf") if metric == "l2" else float("-inf")
+    best = scores.topk(k, dim=1, largest=metric != "l2").values
+    found = scores.gather(1, result.positions[:8])
+    distinct = all(len(set(row)) == k for row in result.positions.tolist())
+    tolerance = 1e-4 * float(best.abs().max())
+    return distinct and bool(
+        ((found - best).abs() < tolerance).all() and ((result.scores[:8] - best).abs() < tolerance).all()
+    )
 
 
-PEERS = {
-    "torch backend": torch_backend,
-    "faiss IndexPQ 4x8": faiss_pq,
-    "faiss IndexPQFastScan 8x4": faiss_fast_scan,
-    "turbovec, 9 times the bytes": turbovec,
-}
+SCANS = {"faiss IndexPQFastScan": faiss_fast_scan, "faiss IndexPQ": faiss_pq}
+ALL = SCANS | {"faiss RQ": faiss_rq, "faiss RQ FastScan": faiss_rq_fast_scan, "turbovec, 9 times the bytes": turbovec}
 
 
-def bench_search(compare: Callable[..., None]) -> None:
-    N, Q = 1_000_000, 16
-    compare(ours, PEERS, agrees, sizes={"N": N, "Q": Q}, work=N * Q, unit="codes", rounds=15)
+def case(N: int, Q: int, metric: str, k: int = 10, K: int = 256, M: int = 4, **more: Any) -> Sizes:
+    return {"N": N, "Q": Q, "K": K, "M": M, "metric": metric, "k": k, **more}
+
+
+def run(compare: Callable[..., None], peers: dict[str, Any], sizes: Sizes) -> None:
+    compare(ours, peers, agrees, sizes=sizes, work=sizes["N"] * sizes["Q"], unit="codes")
+
+
+@pytest.mark.parametrize("metric", ["ip", "l2"])
+def bench_one_query(compare: Callable[..., None], metric: str) -> None:
+    run(compare, SCANS, case(1_000_000, 1, metric))
+
+
+@pytest.mark.parametrize("metric", ["ip", "l2"])
+def bench_batch(compare: Callable[..., None], metric: str) -> None:
+    run(compare, ALL if metric == "ip" else SCANS, case(1_000_000, 256, metric))
+
+
+@pytest.mark.parametrize("metric", ["ip", "l2"])
+def bench_batch_k_100(compare: Callable[..., None], metric: str) -> None:
+    run(compare, SCANS, case(1_000_000, 256, metric, k=100))
+
+
+@pytest.mark.parametrize("Q", [1, 256])
+def bench_ten_million(compare: Callable[..., None], Q: int) -> None:
+    run(compare, SCANS, case(10_000_000, Q, "ip"))
+
+
+def bench_duplicates(compare: Callable[..., None]) -> None:
+    run(compare, SCANS, case(1_000_000, 256, "ip", codes="fitted"))
+
+
+@pytest.mark.parametrize("Q", [1, 256])
+def bench_64_bits(compare: Callable[..., None], Q: int) -> None:
+    run(compare, SCANS, case(1_000_000, Q, "ip", M=8))
+
+
+@pytest.mark.parametrize(("K", "M"), [(16, 8), (64, 4), (512, 4), (4096, 4)])
+def bench_other_codes(compare: Callable[..., None], K: int, M: int) -> None:
+    run(compare, {"faiss IndexPQ": faiss_pq}, case(1_000_000, 64, "ip", K=K, M=M))
+
+
+@pytest.mark.parametrize("Q", [1, 256])
+def bench_filter(compare: Callable[..., None], Q: int) -> None:
+    run(compare, {"without a filter": unfiltered}, case(1_000_000, Q, "ip", keep=0.1))

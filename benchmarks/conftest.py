@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -43,6 +44,7 @@ Run = Callable[[], Any]
 Job = Callable[..., Run]
 
 FIGURES = pytest.StashKey[dict[str, dict[str, Any]]]()
+LEAST = 0.02  # seconds that are timed at a time
 PAUSE = 0.01  # seconds in which the OpenMP threads of the one before stop spinning
 
 
@@ -68,16 +70,18 @@ def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., Non
         assert agrees(run(), **sizes), f"ours disagrees with the reference at {sizes}: nothing is timed"
         if benchmark.disabled:
             return
+        run, repeats = repeated(run)
         runs, absent = prepare(peers, sizes)
         our_memory = peak_memory(ours, sizes)
         memory = {name: peak_memory(peers[name], sizes) for name in runs}
         origin = provenance()
 
         times: dict[str, list[float]] = {name: [] for name in runs}
+        runs = {name: repeated(peer) for name, peer in runs.items()}
         others = cores_used_by_others(
             lambda: benchmark.pedantic(run, setup=lambda: time_each(runs, times), rounds=rounds, warmup_rounds=1)
         )
-        our_times = np.array(benchmark.stats.stats.data)
+        our_times = np.array(benchmark.stats.stats.data) / repeats
         figures: dict[str, dict[str, Any]] = {name: {"absent": reason} for name, reason in absent.items()}
         for name in runs:
             peer_times = np.array(times[name][1 : rounds + 1])  # the first was the warm-up
@@ -86,6 +90,7 @@ def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., Non
             sizes=sizes,
             work=work,
             unit=unit,
+            repeats=repeats,
             ours={**rate(work, our_times), **our_memory},
             peers={name: figures[name] for name in peers},
             cores_used_by_others=others,
@@ -119,12 +124,26 @@ def prepare(peers: dict[str, Job], sizes: dict[str, Any]) -> tuple[dict[str, Run
     return runs, absent
 
 
-def time_each(runs: dict[str, Run], times: dict[str, list[float]]) -> None:
-    for name, run in runs.items():
+def repeated(run: Run) -> tuple[Run, int]:
+    """The same as often as it takes to last LEAST seconds, and how often that is: waking up must not count."""
+    run()
+    start = time.perf_counter()
+    run()
+    repeats = math.ceil(LEAST / max(time.perf_counter() - start, 1e-6))
+
+    def run_repeatedly() -> None:
+        for _ in range(repeats):
+            run()
+
+    return run_repeatedly, repeats
+
+
+def time_each(runs: dict[str, tuple[Run, int]], times: dict[str, list[float]]) -> None:
+    for name, (run, repeats) in runs.items():
         time.sleep(PAUSE)
         start = time.perf_counter()
         run()
-        times[name].append(time.perf_counter() - start)
+        times[name].append((time.perf_counter() - start) / repeats)
     time.sleep(PAUSE)
 
 

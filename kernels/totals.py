@@ -40,7 +40,7 @@ def scatter(values: Tensor, codes: Tensor, K: int) -> Tensor:
     first = torch.searchsorted(ordered, torch.arange(K + 1, device=codes.device))
     splits = 4 if K <= 256 else 1  # few codewords alone would not fill a GPU
     out = values.new_empty(splits, K, P)
-    columns = min(128, P)
+    columns = min(512, triton.next_power_of_2(P))
     grid = (K, splits, triton.cdiv(P, columns))
     scatter_kernel[grid](
         values,
@@ -50,7 +50,7 @@ def scatter(values: Tensor, codes: Tensor, K: int) -> Tensor:
         K,
         P,
         SPLITS=splits,
-        ROWS=16,
+        ROWS=8,
         COLUMNS=columns,
         num_warps=4,
         enable_fp_fusion=False,

@@ -78,7 +78,7 @@ JOBS = {
     "level": Job(distortion_tiled.level_kernel, LEVEL | {"AGAIN": False}, {}),
     "level again": Job(distortion_tiled.level_kernel, LEVEL | {"AGAIN": True}, {}),
     "level_backward": Job(distortion_tiled.level_backward_kernel, distortion_tiled.settings() | NOISE, {}),
-    "scatter": Job(scatter_kernel, {"SPLITS": 4, "ROWS": 16, "COLUMNS": 128} | PLAIN, {}),
+    "scatter": Job(scatter_kernel, {"SPLITS": 1, "ROWS": 8, "COLUMNS": 512} | PLAIN, {}),
 }
 
 

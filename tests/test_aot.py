@@ -34,7 +34,7 @@ BUDGET = {
     "level": (152, 8192),
     "level again": (152, 8192),
     "level_backward": (112, 4096),
-    "scatter": (64, 2048),
+    "scatter": (64, 1024),
 }
 
 

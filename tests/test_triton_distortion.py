@@ -41,7 +41,9 @@ def test_errors_and_gradients(codec, N, D, K, M):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("N", "D", "K", "M"), [(33, 700, 256, 8), (17, 20, 1000, 4), (3, 3, 4096, 2)])
+@pytest.mark.parametrize(
+    ("N", "D", "K", "M"), [(33, 700, 256, 8), (18, 9, 40, 16), (17, 20, 1000, 4), (3, 24, 4096, 2)]
+)
 def test_errors_and_gradients_of_larger_codebooks(codec, N, D, K, M):
     assert_agrees(codec(N, D, K, M), gamma=1.5)
 
