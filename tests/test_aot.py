@@ -38,16 +38,26 @@ BUDGET = {
 }
 
 
-@pytest.mark.parametrize("arch", ["80", *(pytest.param(a, marks=pytest.mark.slow) for a in ("90", "100", "120"))])
-def test_triton_compiles_within_the_budget_and_without_spills(arch):
+def check(arch: str, *names: str) -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, str(Path(__file__).with_name("aot.py")), arch]
+    command = [sys.executable, str(Path(__file__).with_name("aot.py")), arch, *names]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr
     rows = {row["kernel"]: row for row in map(json.loads, result.stdout.splitlines())}
-    assert rows.keys() == BUDGET.keys()
-    for name, (registers, shared) in BUDGET.items():
-        assert rows[name]["spilled"] == 0, rows[name]
-        assert rows[name]["registers"] <= registers, rows[name]
-        assert rows[name]["shared"] <= shared, rows[name]
+    assert rows.keys() == set(names or BUDGET)
+    for name, row in rows.items():
+        registers, shared = BUDGET[name]
+        assert row["spilled"] == 0, row
+        assert row["registers"] <= registers, row
+        assert row["shared"] <= shared, row
+
+
+def test_some_kernels_compile_within_the_budget_and_without_spills():
+    check("80", "decode", "encode float32", "distortion", "distortion_backward")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "90", "100", "120"])
+def test_every_kernel_compiles_within_the_budget_and_without_spills(arch):
+    check(arch)

@@ -10,7 +10,7 @@ from drq_fast import BackendUnavailable, functional
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("x", "codebook", "scale", "offset")
-SHAPES = [(1, 1, 2, 1), (37, 33, 19, 4), (50, 8, 16, 3), (18, 9, 40, 16), (20, 40, 200, 2), (9, 5, 257, 2)]
+SHAPES = [(1, 1, 2, 1), (37, 33, 19, 4), (9, 3, 8, 16), (17, 40, 130, 2), (9, 5, 257, 2)]
 
 
 def run(inputs, backend, dtype=torch.float32, seed=0, **options):
@@ -41,9 +41,7 @@ def test_errors_and_gradients(codec, N, D, K, M):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("N", "D", "K", "M"), [(33, 700, 256, 8), (18, 9, 40, 16), (17, 20, 1000, 4), (3, 24, 4096, 2)]
-)
+@pytest.mark.parametrize(("N", "D", "K", "M"), [(33, 700, 256, 8), (18, 9, 40, 16), (17, 20, 1000, 4), (3, 3, 4096, 2)])
 def test_errors_and_gradients_of_larger_codebooks(codec, N, D, K, M):
     assert_agrees(codec(N, D, K, M), gamma=1.5)
 
@@ -62,7 +60,7 @@ def test_small_residuals_are_rebased(codec, K):
     assert_agrees((x, codebook, scale, offset), limit=1e-4, gamma=10.0)
 
 
-@pytest.mark.parametrize("K", [8, 260])
+@pytest.mark.parametrize("K", [8, pytest.param(260, marks=pytest.mark.slow)])
 def test_exact_hits_have_no_error_and_finite_gradients(codec, K):
     codebook = codec(K=K).codebook
     inputs = (codebook[:8], codebook, torch.tensor([1.0, 0, 0]), torch.zeros(5))
@@ -74,18 +72,18 @@ def test_exact_hits_have_no_error_and_finite_gradients(codec, K):
 def test_vectors_that_are_met_up_to_rounding_get_no_wild_gradient(codec):
     """The gradient of a norm has length 1 at most, however small the norm."""
     x, codebook, _, _ = codec(N=32, D=32, K=32)
-    for distance in (1e-9, 1e-7, 1e-5, 1e-2):
+    for distance in (1e-8, 1e-5, 1e-2):
         leaf = (25 * codebook + distance * x).to(DEVICE).requires_grad_()
         scale = torch.tensor([1.0, 0.7], device=DEVICE)
         functional.distortion(leaf, 25 * codebook.to(DEVICE), scale, gamma=5.0, backend="triton").hard.sum().backward()
         assert leaf.grad.norm(dim=1).max() < 2.5, distance
 
 
-@pytest.mark.parametrize("K", [19, 260])
+@pytest.mark.parametrize("K", [19, pytest.param(260, marks=pytest.mark.slow)])
 def test_the_same_twice_and_in_parts(codec, monkeypatch, K):
     from drq_fast.kernels import distortion
 
-    inputs = codec(N=70 if K < 256 else 20, K=K)
+    inputs = codec(N=33 if K < 256 else 20, K=K)
     first, again = (run(inputs, "triton", gamma=1.0) for _ in range(2))
     for a, b in zip(first[0] + first[2], again[0] + again[2], strict=True):
         assert torch.equal(a, b)
@@ -141,7 +139,7 @@ def test_autocast_precision_and_gamma_as_a_tensor_change_nothing(codec, monkeypa
     torch.testing.assert_close(loss(1.5), plain)
 
 
-@pytest.mark.parametrize("K", [8, 260])
+@pytest.mark.parametrize("K", [8, pytest.param(260, marks=pytest.mark.slow)])
 def test_empty_batches_and_inputs_without_gradient(codec, K):
     x, codebook, scale, offset = (t.to(DEVICE) for t in codec(N=6, K=K))
     leaf = codebook.clone().requires_grad_()

@@ -33,7 +33,7 @@ def encode(x, codebook, scale, **options):
 
 @pytest.mark.parametrize(
     ("N", "D", "K", "M"),
-    [(1, 1, 2, 1), (101, 33, 17, 4), (67, 5, 256, 16), (33, 40, 129, 3), (19, 7, 257, 3), (5, 3, 4096, 2)],
+    [(1, 1, 2, 1), (101, 33, 17, 4), (33, 5, 256, 16), (33, 40, 129, 3), (19, 7, 257, 3), (5, 3, 4096, 2)],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_greedy_choices_are_the_best(codec, N, D, K, M, dtype):

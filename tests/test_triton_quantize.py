@@ -28,7 +28,7 @@ def assert_agrees(inputs, limit=2e-5, **options):
         assert (a.double() - b.double()).norm() <= limit * b.double().norm().clamp_min(1e-2)  # it can be 0
 
 
-@pytest.mark.parametrize(("N", "D", "K", "M"), [(1, 1, 2, 1), (37, 33, 19, 4), (20, 9, 130, 2), (10, 5, 257, 2)])
+@pytest.mark.parametrize(("N", "D", "K", "M"), [(1, 1, 2, 1), (37, 33, 19, 4), (17, 9, 130, 2), (5, 5, 257, 2)])
 def test_approximations_and_gradients(codec, N, D, K, M):
     assert_agrees(codec(N, D, K, M))
 
@@ -52,10 +52,10 @@ def test_narrow_dtypes(codec, assert_close, dtype):
 def test_the_same_twice_and_in_parts(codec, monkeypatch):
     from drq_fast.kernels import distortion
 
-    first, again = (run(codec(N=70), "triton") for _ in range(2))
+    first, again = (run(codec(N=33), "triton") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     monkeypatch.setattr(distortion, "MAX_SCORES", 1)  # 16 rows at a time
-    for a, b in zip(first, run(codec(N=70), "triton"), strict=True):
+    for a, b in zip(first, run(codec(N=33), "triton"), strict=True):
         assert (a - b).double().norm() <= 1e-5 * a.double().norm()
 
 
