@@ -116,6 +116,14 @@ def search(
 ) -> tuple[Tensor, Tensor]:
     """`reference.search` in float32, without a gradient and with norms given: (scores [Q, k], positions [Q, k])."""
     device = query.device
+    if keep is not None and len(query) >= _QUERIES // 2 and 2 * int(keep.count_nonzero()) < len(keep):
+        # Many queries, of which each would pass over more than half of the codes.
+        rows = keep.nonzero().squeeze(1)
+        norms = None if norms is None else norms[rows]
+        found = search(query, codes[rows], codebook, scale, k=k, offset=offset, metric=metric, norms=norms)
+        if len(rows) == 0:
+            return found
+        return found[0], rows[found[1].clamp_min(0)].where(found[1] >= 0, -1)
     codebook, scale, codes = codebook.float().contiguous(), scale.float().contiguous(), _dense_rows(codes)
     offset = None if offset is None else offset.float()
     norms = None if norms is None or metric == "ip" else norms.float().contiguous()

@@ -84,7 +84,8 @@ struct Rejected {
     float norm;
     uint64_t lanes;
   };
-  Entry& entry_of(const Search& job, int64_t n, const Code* code) {
+  Entry& entry_of(const Search& job, int64_t n) {
+    const Code* code = row_of<Code>(job, n);
     uint64_t hash = 0;
     for (int64_t m = 0; m < job.M; ++m) hash = hash * 31 + code[m];
     Entry& entry = entries[(hash * 0x9e3779b97f4a7c15u) >> 56];
@@ -113,6 +114,7 @@ struct Batch {
   void run(int64_t first_query, int64_t count, int64_t begin, int64_t end, Reservoir* best) {
     q0 = first_query, queries = count, this->best = best;
     rejected = {};
+    settled = turned_down = 0;
     int64_t at = seeds_end(job, begin, end);
     for (int64_t lane = 0; lane < queries; ++lane) {
       best[lane].clear();
@@ -124,6 +126,7 @@ struct Batch {
       const int64_t next = std::min(end, begin + (at - begin) * kGrowth);
       const uint64_t undecided = build();
       scan(at, next);
+      for (int64_t lane = 0; lane < queries; ++lane) settle(lane);
       for (int64_t lane = 0; lane < queries; ++lane)
         if (undecided >> lane & 1) scan_floats<Code>(job, q0 + lane, at, next, terms.data, best[lane]);
       at = next;
@@ -195,67 +198,76 @@ struct Batch {
     bins ? scan<0, true>(at, end) : scan<0, false>(at, end);
   }
 
-  // kGroup codes at a time: most often no query wants any of them, and one comparison tells.
+  // Blocks of codes in three rounds, none of which has a branch that is hard to guess: which groups of kGroup codes
+  // have any that a query may want, which codes these are, and then those.
   template <int kM, bool kNorms>
   void scan(int64_t at, int64_t end) {
-    constexpr int64_t kGroup = 4;
-    Bytes limit = Bytes::load(bound);
-    int64_t n = at;
-    for (; n + kGroup <= end; n += kGroup) {
-      Bytes sums[kGroup];
-      for (int64_t i = 0; i < kGroup; ++i) sums[i] = first_levels<kM, kNorms>(n + i);
-      if (less(min(min(sums[0], sums[1]), min(sums[2], sums[3])), limit) == 0) continue;
-      uint64_t lanes[kGroup];
-      unsigned wanted = 0;
-      for (int64_t i = 0; i < kGroup; ++i) {
-        lanes[i] = less(last_levels<kM>(n + i, sums[i]), limit);
-        wanted |= static_cast<unsigned>(lanes[i] != 0) << i;
+    constexpr int64_t kGroup = 4, kGroups = 64;
+    const int64_t M = kM ? kM : job.M, half = M >= 6 ? M / 2 : M, level = job.K * kLanes, stride = job.stride;
+    const uint8_t *const table = lines.data, *const norms = table + M * level;
+    const auto sum_of = [=](const Code* code, const uint8_t* bin, int64_t levels) {
+      Bytes sum = Bytes::load(table + code[0] * kLanes);
+      if (kNorms) sum = add_saturated(sum, Bytes::load(norms + *bin * kLanes));
+      for (int64_t m = 1; m < levels; ++m) sum = add_saturated(sum, Bytes::load(table + m * level + code[m] * kLanes));
+      return sum;
+    };
+    for (int64_t first = at; first < end; first += kGroup * kGroups) {
+      const Bytes limit = Bytes::load(bound);
+      const Code* const codes = row_of<Code>(job, first);
+      const uint8_t* const bin = kNorms ? bins->bins + first : nullptr;
+      const int64_t count = std::min(kGroup * kGroups, end - first), whole = count / kGroup * kGroup;
+      int32_t groups[kGroups + 1], places[kGroup * kGroups];
+      uint64_t lanes[kGroup * kGroups];
+      int64_t noted = 0, found = 0;
+      for (int64_t n = 0; n < whole; n += kGroup) {
+        Bytes sums[kGroup];
+        // Of long codes the first half, after which most are out.
+        for (int64_t i = 0; i < kGroup; ++i)
+          sums[i] = sum_of(codes + (n + i) * stride, bin + (kNorms ? n + i : 0), half);
+        groups[noted] = static_cast<int32_t>(n);
+        noted += less(min(min(sums[0], sums[1]), min(sums[2], sums[3])), limit) != 0;
       }
-      for (; wanted; wanted &= wanted - 1) look_closely(n + __builtin_ctz(wanted), lanes[__builtin_ctz(wanted)]);
-      limit = Bytes::load(bound);
+      if (whole < count) groups[noted++] = static_cast<int32_t>(whole);
+      for (int64_t g = 0; g < noted; ++g)
+        for (int64_t n = groups[g]; n < std::min(groups[g] + kGroup, count); ++n) {
+          places[found] = static_cast<int32_t>(n);
+          lanes[found] = less(sum_of(codes + n * stride, bin + (kNorms ? n : 0), M), limit);
+          found += lanes[found] != 0;
+        }
+      for (int64_t i = 0; i < found; ++i) look_closely(first + places[i], lanes[i]);
     }
-    for (; n < end; ++n) look_closely(n, less(last_levels<kM>(n, first_levels<kM, kNorms>(n)), Bytes::load(bound)));
   }
 
-  // Long codes are added up in two halves: most are out before the second.
-  int64_t half() const { return job.M >= 6 ? job.M / 2 : job.M; }
-
-  template <int kM, bool kNorms>
-  Bytes first_levels(int64_t n) const {
-    const int64_t level = job.K * kLanes, first_half = kM ? (kM >= 6 ? kM / 2 : kM) : half();
-    const Code* code = row_of<Code>(job, n);
-    Bytes sum = Bytes::load(lines.data + code[0] * kLanes);
-    if (kNorms) sum = add_saturated(sum, Bytes::load(lines.data + job.M * level + bins->bins[n] * kLanes));
-    for (int64_t m = 1; m < first_half; ++m)
-      sum = add_saturated(sum, Bytes::load(lines.data + m * level + code[m] * kLanes));
-    return sum;
-  }
-
-  template <int kM>
-  Bytes last_levels(int64_t n, Bytes sum) const {
-    const Code* code = row_of<Code>(job, n);
-    for (int64_t m = half(); m < job.M; ++m)
-      sum = add_saturated(sum, Bytes::load(lines.data + (m * job.K + code[m]) * kLanes));
-    return sum;
-  }
-
-  // Scores a code for the queries that could not drop it.
+  // Notes a code for the queries that could not drop it, but for those that have turned it down before.
   void look_closely(int64_t n, uint64_t candidates) {
     if (job.keep != nullptr && !job.keep[n]) return;
-    typename Rejected<Code>::Entry& entry = rejected.entry_of(job, n, row_of<Code>(job, n));
-    for (uint64_t lanes = candidates & ~entry.lanes; lanes; lanes &= lanes - 1) {
-      const int64_t lane = __builtin_ctzll(lanes), q = q0 + lane;
-      Reservoir& mine = best[lane];
-      const float cost = cost_of<Code>(job, q, n), before = mine.tau;
-      if (mine.wants(cost)) {
-        mine.add(cost, n);
-        if (mine.tau != before) bound[lane] = filters[lane].bound(job, q, mine.tau);
-      } else {
-        entry.lanes |= uint64_t{1} << lane;
-      }
+    if (4 * turned_down > settled) candidates &= ~rejected.entry_of(job, n).lanes;
+    for (uint64_t lanes = candidates; lanes; lanes &= lanes - 1) {
+      const int64_t lane = __builtin_ctzll(lanes);
+      pending[lane][waiting[lane]++] = static_cast<uint32_t>(n);
+      if (waiting[lane] == kPending) settle(lane);
     }
   }
 
+  // Scores the codes that a query noted: many at once keep the processor busy while it waits for tables.
+  __attribute__((noinline)) void settle(int64_t lane) {
+    const int64_t q = q0 + lane, count = waiting[lane];
+    Reservoir& mine = best[lane];
+    float costs[kPending];
+    for (int64_t i = 0; i < count; ++i) costs[i] = cost_of<Code>(job, q, pending[lane][i]);
+    for (int64_t i = 0; i < count; ++i) {
+      if (mine.wants(costs[i])) {
+        mine.add(costs[i], pending[lane][i]);
+      } else {
+        rejected.entry_of(job, pending[lane][i]).lanes |= uint64_t{1} << lane;
+        ++turned_down;
+      }
+    }
+    settled += count, waiting[lane] = 0;
+    if (mine.full && inverse[lane] > 0) bound[lane] = filters[lane].bound(job, q, mine.tau);
+  }
+
+  static constexpr int64_t kPending = 32;
   const Search& job;
   const Bins* bins;
   int64_t q0 = 0, queries = 0;
@@ -267,6 +279,9 @@ struct Batch {
   Filter filters[kLanes];
   float table_low[kLanes] = {}, table_high[kLanes] = {}, inverse[kLanes] = {};
   uint8_t bound[kLanes] = {};
+  uint32_t pending[kLanes][kPending];
+  int64_t waiting[kLanes] = {};
+  int64_t settled = 0, turned_down = 0;  // where many are turned down, it pays to remember which
 };
 
 // Whether bytes can pay for the time their tables take.

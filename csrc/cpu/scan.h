@@ -94,7 +94,7 @@ struct Filter {
 };
 
 // Codes that are scored by floats before integers are of use, and how the stretches between new tables grow.
-inline int64_t seeds_for(int64_t k) { return std::max<int64_t>(1024, 16 * k); }
+inline int64_t seeds_for(int64_t k) { return std::max<int64_t>(512, 16 * k); }
 constexpr int64_t kGrowth = 8;
 
 // Where the seeds end: far enough from `begin` for that many codes that the filter keeps.

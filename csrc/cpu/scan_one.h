@@ -13,18 +13,27 @@ namespace {
 constexpr int64_t kWorthABatch = 20;  // queries from which kLanes at a time are faster
 constexpr int64_t kChunk = 4096;      // codes whose least and largest norm are looked at together
 
-inline __m512i every_other_byte(int first) {
-  alignas(64) uint8_t places[64];
-  for (int i = 0; i < 64; ++i) places[i] = static_cast<uint8_t>(2 * i + first);
-  return _mm512_load_si512(places);
-}
-
-// 64 rows of kStride bytes (a power of two) to one register per level, of which the first M are of use.
+// 64 rows of kStride bytes (a power of two) to one register per level. With four levels the rows come out in another
+// order, by groups of four: 16 l + 4 r + i holds row 16 r + 4 l + i. That is the order in which norms pack, too.
 template <int kStride>
 inline void planes(const uint8_t* rows, __m512i (&level)[kStride]) {
-  const __m512i even = every_other_byte(0), odd = every_other_byte(1);
-  __m512i now[kStride], next[kStride];
+  __m512i now[kStride];
   for (int i = 0; i < kStride; ++i) now[i] = _mm512_loadu_si512(rows + 64 * i);
+  if constexpr (kStride == 4) {
+    // In each quarter of a register: four rows of four levels to four levels of four rows; then the same with dwords.
+    const __m512i by_level =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    for (int i = 0; i < 4; ++i) now[i] = _mm512_shuffle_epi8(now[i], by_level);
+    const __m512i a = _mm512_unpacklo_epi32(now[0], now[1]), b = _mm512_unpackhi_epi32(now[0], now[1]);
+    const __m512i c = _mm512_unpacklo_epi32(now[2], now[3]), d = _mm512_unpackhi_epi32(now[2], now[3]);
+    level[0] = _mm512_unpacklo_epi64(a, c), level[1] = _mm512_unpackhi_epi64(a, c);
+    level[2] = _mm512_unpacklo_epi64(b, d), level[3] = _mm512_unpackhi_epi64(b, d);
+    return;
+  }
+  alignas(64) uint8_t places[2][64];
+  for (int i = 0; i < 64; ++i) places[0][i] = static_cast<uint8_t>(2 * i), places[1][i] = places[0][i] + 1;
+  const __m512i even = _mm512_load_si512(places[0]), odd = _mm512_load_si512(places[1]);
+  __m512i next[kStride];
   // Each round halves the stride: register i * width + j holds bytes j of rows i * 64 / width and following.
   for (int width = 1; width < kStride; width *= 2) {
     for (int pair = 0; pair < kStride / 2 / width; ++pair)
@@ -38,6 +47,15 @@ inline void planes(const uint8_t* rows, __m512i (&level)[kStride]) {
   for (int i = 0; i < kStride; ++i) level[i] = now[i];
 }
 
+// Where planes() moves dword 4 r + l: to 4 l + r, and back.
+inline __m512i dwords_moved() { return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); }
+
+// The same for a mask: a transposition of four by four groups of four bits.
+inline uint64_t rows_in_order(uint64_t mask) {
+  mask = (mask & 0xf0f00f0ff0f00f0f) | (mask & 0x0000f0f00000f0f0) << 12 | (mask >> 12 & 0x0000f0f00000f0f0);
+  return (mask & 0xff00ff0000ff00ff) | (mask & 0x00000000ff00ff00) << 24 | (mask >> 24 & 0x00000000ff00ff00);
+}
+
 inline __m512i look_up(const __m512i (&table)[4], __m512i code) {
   const __m512i low = _mm512_permutex2var_epi8(table[0], code, table[1]);
   const __m512i high = _mm512_permutex2var_epi8(table[2], code, table[3]);
@@ -46,6 +64,8 @@ inline __m512i look_up(const __m512i (&table)[4], __m512i code) {
 
 template <int kStride, int kM>
 struct One {
+  static constexpr bool kMoved = kStride == 4;  // see planes()
+
   One(const Search& job, int64_t q, Reservoir& best) : job(job), q(q), best(best) {
     const float* table = job.table + q * job.K;
     for (int64_t k = 0; k < job.K; ++k) {
@@ -110,21 +130,18 @@ struct One {
   // The norms of 64 codes as steps. For cosine the root is approximate, and off to the safe side.
   template <int kMetric>
   __m512i norm_steps(int64_t n) const {
-    const float c = kMetric == kL2 ? 1 : filter.factor * (filter.factor >= 0 ? 1 - 1.0f / 4096 : 1 + 1.0f / 4096);
+    const float c = filter.factor * (filter.factor >= 0 ? 1 - 1.0f / 4096 : 1 + 1.0f / 4096);
     const __m512 low = _mm512_set1_ps(filter.norm_low), inverse = _mm512_set1_ps(filter.inverse);
-    __m512i out = _mm512_setzero_si512();
+    __m512i steps[4];
     for (int i = 0; i < 4; ++i) {
       __m512 norm = _mm512_loadu_ps(job.norms + n + 16 * i);
       if (kMetric == kCosine) norm = _mm512_mul_ps(_mm512_set1_ps(c), _mm512_mul_ps(norm, _mm512_rsqrt14_ps(norm)));
-      const __m512 steps = _mm512_mul_ps(_mm512_sub_ps(norm, low), inverse);
-      const __m512 clamped = _mm512_min_ps(_mm512_max_ps(steps, _mm512_setzero_ps()), _mm512_set1_ps(255));
-      const __m128i bytes = _mm512_cvtusepi32_epi8(_mm512_cvttps_epi32(clamped));
-      if (i == 0) out = _mm512_inserti32x4(out, bytes, 0);
-      if (i == 1) out = _mm512_inserti32x4(out, bytes, 1);
-      if (i == 2) out = _mm512_inserti32x4(out, bytes, 2);
-      if (i == 3) out = _mm512_inserti32x4(out, bytes, 3);
+      const __m512 real = _mm512_mul_ps(_mm512_sub_ps(norm, low), inverse);
+      steps[i] = _mm512_cvttps_epi32(_mm512_min_ps(real, _mm512_set1_ps(255)));  // packing makes 0 of what is below
     }
-    return out;
+    const __m512i packed =
+        _mm512_packus_epi16(_mm512_packus_epi32(steps[0], steps[1]), _mm512_packus_epi32(steps[2], steps[3]));
+    return kMoved ? packed : _mm512_permutexvar_epi32(dwords_moved(), packed);
   }
 
   template <int kMetric>
@@ -142,7 +159,8 @@ struct One {
       if (kMetric != kIp) sum = _mm512_adds_epu8(sum, norm_steps<kMetric>(n));
       uint64_t candidates = _mm512_cmplt_epu8_mask(sum, limit);
       if (job.keep != nullptr) {
-        const __m512i keep = _mm512_loadu_si512(job.keep + n);
+        __m512i keep = _mm512_loadu_si512(job.keep + n);
+        if (kMoved) keep = _mm512_permutexvar_epi32(dwords_moved(), keep);
         candidates &= _mm512_test_epi8_mask(keep, keep);
       }
       if (__builtin_expect(candidates != 0, 0)) {
@@ -150,6 +168,7 @@ struct One {
         uint64_t copies = rejected >= 0 ? candidates : 0;
         for (int m = 0; m < kM; ++m)
           copies &= _mm512_cmpeq_epi8_mask(code[m], _mm512_set1_epi8(static_cast<char>(rejected_code[m])));
+        if (kMoved) candidates = rows_in_order(candidates), copies = rows_in_order(copies);
         if (kMetric != kIp)
           for (int i = 0; i < 4; ++i) {
             const __mmask16 other =
