@@ -19,17 +19,21 @@ D = 64
 Sizes = dict[str, Any]
 
 
-def inputs(N: int, Q: int, K: int, M: int, codes: str = "random", **_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def inputs(
+    N: int, Q: int, K: int, M: int, codes: str = "random", dim: int = D, **_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query [Q, D], codes [N, M] uint8 or int16, codebook [K, D], scale [M]."""
     generator = torch.Generator().manual_seed(0)
-    query = torch.randn(Q, D, generator=generator)
+    query = torch.randn(Q, dim, generator=generator)
     dtype = torch.uint8 if K <= 256 else torch.int16
-    if codes == "random":
+    if codes == "alike":
+        rows = torch.full((N, M), 3, dtype=dtype)
+    elif codes == "random":
         rows = torch.randint(K, (N, M), generator=generator, dtype=dtype)
     else:
         distinct = torch.randint(K, (N // 50, M), generator=generator, dtype=dtype)
         rows = distinct[(torch.rand(N, generator=generator) ** 3 * len(distinct)).long()]
-    return query, rows, torch.randn(K, D, generator=generator), 0.7 ** torch.arange(M)
+    return query, rows, torch.randn(K, dim, generator=generator), 0.7 ** torch.arange(M)
 
 
 def ours(metric: str, k: int, backend: str | None = None, keep: float | None = None, **sizes: Any) -> Callable[[], Any]:
@@ -126,6 +130,19 @@ def turbovec(metric: str, k: int, **sizes: Any) -> Callable[[], Any]:
     return lambda: index.search(array, k)
 
 
+def dense(k: int, dim: int = D, **sizes: Any) -> Callable[[], Any]:
+    """numpy: the inner products of decoded vectors and queries, all of them sorted."""
+    import numpy as np
+
+    query, codes, codebook, scale = inputs(**sizes, dim=dim)
+    vectors, queries = reference.decode(codes, codebook, scale).numpy(), query.numpy()
+    return lambda: np.argsort(-(queries @ vectors.T), axis=1)[:, :k]
+
+
+def all_alike(**sizes: Any) -> Callable[[], Any]:
+    return ours(**(sizes | {"codes": "random"}))
+
+
 def agrees(result: reference.SearchResult, metric: str, k: int, keep: float | None = None, **sizes: Any) -> bool:
     """The scores of the positions are the best there are by the float64 reference, for the first 8 queries."""
     query, codes, codebook, scale = inputs(**sizes)
@@ -193,3 +210,13 @@ def bench_other_codes(compare: Callable[..., None], K: int, M: int) -> None:
 @pytest.mark.parametrize("Q", [1, 256])
 def bench_filter(compare: Callable[..., None], Q: int) -> None:
     run(compare, {"without a filter": unfiltered}, case(1_000_000, Q, "ip", keep=0.1))
+
+
+@pytest.mark.parametrize("k", [5000, 54000])
+def bench_rankings(compare: Callable[..., None], k: int) -> None:
+    run(compare, {"numpy, dense and sorted": dense}, case(54_000, 1000, "ip", k=k, dim=2048))
+
+
+@pytest.mark.parametrize("Q", [1, 256])
+def bench_identical_codes(compare: Callable[..., None], Q: int) -> None:
+    run(compare, {"random codes": all_alike}, case(1_000_000, Q, "ip", codes="alike"))

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -116,17 +116,13 @@ def search(
 ) -> tuple[Tensor, Tensor]:
     """`reference.search` in float32, without a gradient and with norms given: (scores [Q, k], positions [Q, k])."""
     device = query.device
-    if keep is not None and len(query) >= _QUERIES // 2 and 2 * int(keep.count_nonzero()) < len(keep):
-        # Many queries, of which each would pass over more than half of the codes.
-        rows = keep.nonzero().squeeze(1)
-        norms = None if norms is None else norms[rows]
-        found = search(query, codes[rows], codebook, scale, k=k, offset=offset, metric=metric, norms=norms)
-        if len(rows) == 0:
-            return found
-        return found[0], rows[found[1].clamp_min(0)].where(found[1] >= 0, -1)
     codebook, scale, codes = codebook.float().contiguous(), scale.float().contiguous(), _dense_rows(codes)
     offset = None if offset is None else offset.float()
     norms = None if norms is None or metric == "ip" else norms.float().contiguous()
+    with _one_thread() if device.type == "cpu" else nullcontext():
+        rows = None if keep is None else _few_rows(keep, len(query))
+        if rows is not None:
+            codes, norms, keep = codes[rows], None if norms is None else norms[rows], None
     keep = None if keep is None else keep.contiguous()
     scores = torch.empty(len(query), k, dtype=torch.float32, device=device)
     positions = torch.empty(len(query), k, dtype=torch.int64, device=device)
@@ -149,7 +145,16 @@ def search(
             work(0, slice(0, len(query)))
     else:
         work(0, slice(0, len(query)))
+    if rows is not None and len(rows):
+        positions = rows[positions.clamp_min(0)].where(positions >= 0, -1)
     return scores, positions
+
+
+def _few_rows(keep: Tensor, queries: int) -> Tensor | None:
+    """The rows that a filter [N] keeps, if many queries would pass over more than half of them; else None."""
+    if queries < _QUERIES // 2 or 2 * int(keep.count_nonzero()) >= len(keep):
+        return None
+    return keep.nonzero().squeeze(1)
 
 
 def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:

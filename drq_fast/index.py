@@ -454,7 +454,8 @@ class Index:
         step = max(64, _SCORES // max(1, len(codes)))
         scores = torch.empty(len(query), k, dtype=torch.float32, device=self.device)
         rows = torch.empty(len(query), k, dtype=torch.int64, device=self.device)
-        with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=None, leave=False) as bar:
+        quick = True if len(query) <= step else None
+        with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=quick, leave=False) as bar:
             for first in range(0, len(query), step):
                 block = query[first : first + step].to(self.device, torch.float32)
                 found = functional.search_unchecked(

@@ -114,7 +114,7 @@ struct Batch {
   void run(int64_t first_query, int64_t count, int64_t begin, int64_t end, Reservoir* best) {
     q0 = first_query, queries = count, this->best = best;
     rejected = {};
-    settled = turned_down = 0;
+    settled = turned_down = 0, nobodys = nullptr;
     int64_t at = seeds_end(job, begin, end);
     for (int64_t lane = 0; lane < queries; ++lane) {
       best[lane].clear();
@@ -230,6 +230,7 @@ struct Batch {
       if (whole < count) groups[noted++] = static_cast<int32_t>(whole);
       for (int64_t g = 0; g < noted; ++g)
         for (int64_t n = groups[g]; n < std::min(groups[g] + kGroup, count); ++n) {
+          if (unwanted(codes + n * stride, first + n)) continue;
           places[found] = static_cast<int32_t>(n);
           lanes[found] = less(sum_of(codes + n * stride, bin + (kNorms ? n : 0), M), limit);
           found += lanes[found] != 0;
@@ -237,6 +238,16 @@ struct Batch {
       for (int64_t i = 0; i < found; ++i) look_closely(first + places[i], lanes[i]);
     }
   }
+
+  // Whether this is the code that all queries turned down last.
+  bool unwanted(const Code* code, int64_t n) const {
+    if (nobodys == nullptr || code[0] != nobodys->code[0]) return false;
+    bool same = job.norms == nullptr || job.norms[n] == nobodys->norm;
+    for (int64_t m = 1; m < job.M; ++m) same &= code[m] == nobodys->code[m];
+    return same && nobodys->lanes == everybody();
+  }
+
+  uint64_t everybody() const { return ~uint64_t{0} >> (64 - queries); }
 
   // Notes a code for the queries that could not drop it, but for those that have turned it down before.
   void look_closely(int64_t n, uint64_t candidates) {
@@ -259,7 +270,9 @@ struct Batch {
       if (mine.wants(costs[i])) {
         mine.add(costs[i], pending[lane][i]);
       } else {
-        rejected.entry_of(job, pending[lane][i]).lanes |= uint64_t{1} << lane;
+        typename Rejected<Code>::Entry& entry = rejected.entry_of(job, pending[lane][i]);
+        entry.lanes |= uint64_t{1} << lane;
+        if (entry.lanes == everybody()) nobodys = &entry;
         ++turned_down;
       }
     }
@@ -281,6 +294,7 @@ struct Batch {
   uint8_t bound[kLanes] = {};
   uint32_t pending[kLanes][kPending];
   int64_t waiting[kLanes] = {};
+  const typename Rejected<Code>::Entry* nobodys = nullptr;
   int64_t settled = 0, turned_down = 0;  // where many are turned down, it pays to remember which
 };
 

@@ -13,6 +13,14 @@ namespace {
 constexpr int64_t kWorthABatch = 20;  // queries from which kLanes at a time are faster
 constexpr int64_t kChunk = 4096;      // codes whose least and largest norm are looked at together
 
+struct First64 {
+  constexpr First64() : bytes() {
+    for (int i = 0; i < 64; ++i) bytes[i] = static_cast<uint8_t>(i);
+  }
+  alignas(64) uint8_t bytes[64];
+};
+constexpr First64 kFirst64;
+
 // 64 rows of kStride bytes (a power of two) to one register per level. With four levels the rows come out in another
 // order, by groups of four: 16 l + 4 r + i holds row 16 r + 4 l + i. That is the order in which norms pack, too.
 template <int kStride>
@@ -30,9 +38,9 @@ inline void planes(const uint8_t* rows, __m512i (&level)[kStride]) {
     level[2] = _mm512_unpacklo_epi64(b, d), level[3] = _mm512_unpackhi_epi64(b, d);
     return;
   }
-  alignas(64) uint8_t places[2][64];
-  for (int i = 0; i < 64; ++i) places[0][i] = static_cast<uint8_t>(2 * i), places[1][i] = places[0][i] + 1;
-  const __m512i even = _mm512_load_si512(places[0]), odd = _mm512_load_si512(places[1]);
+  // Bytes 0, 2, 4, .. of two registers, and bytes 1, 3, 5, ..
+  const __m512i even = _mm512_add_epi8(_mm512_load_si512(kFirst64.bytes), _mm512_load_si512(kFirst64.bytes));
+  const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi8(1));
   __m512i next[kStride];
   // Each round halves the stride: register i * width + j holds bytes j of rows i * 64 / width and following.
   for (int width = 1; width < kStride; width *= 2) {

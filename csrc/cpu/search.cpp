@@ -22,29 +22,29 @@ namespace {
 // Codes, and codes times queries, that are worth a thread: about 0.1 ms of work.
 constexpr int64_t kLeastRange = 1 << 15, kLeastWork[kIsaCount] = {1 << 16, 1 << 17, 1 << 20};
 
-// The k best of all ranges of codes for one query; older codes are in the ranges before.
-void merge(const Search& job, int64_t q, const uint64_t* keys, const int64_t* counts, int64_t ranges) {
-  std::vector<int64_t> next(ranges, 0);
+// Writes the results of one query, best first, from up to k keys in order.
+void write(const Search& job, int64_t q, const uint64_t* keys, int64_t count) {
   float* scores = job.scores + q * job.k;
   int64_t* positions = job.positions + q * job.k;
-  for (int64_t i = 0; i < job.k; ++i) {
-    uint64_t best = std::numeric_limits<uint64_t>::max();
-    int64_t from = -1;
-    for (int64_t r = 0; r < ranges; ++r) {
-      if (next[r] == counts[r * job.Q + q]) continue;
-      const uint64_t key = keys[(r * job.Q + q) * job.k + next[r]];
-      if (key < best) best = key, from = r;
-    }
-    if (from < 0) {
-      const float worst = std::numeric_limits<float>::infinity();
-      std::fill(scores + i, scores + job.k, job.metric == kL2 ? worst : -worst);
-      std::fill(positions + i, positions + job.k, -1);
-      return;
-    }
-    ++next[from];
-    scores[i] = job.metric == kL2 ? cost_of(best) : -cost_of(best);
-    positions[i] = position_of(best);
+  for (int64_t i = 0; i < count; ++i) {
+    scores[i] = job.metric == kL2 ? cost_of(keys[i]) : -cost_of(keys[i]);
+    positions[i] = position_of(keys[i]);
   }
+  const float worst = std::numeric_limits<float>::infinity();
+  std::fill(scores + count, scores + job.k, job.metric == kL2 ? worst : -worst);
+  std::fill(positions + count, positions + job.k, -1);
+}
+
+// The k best of what all ranges of codes found for one query, into the keys of the first.
+void merge(const Search& job, int64_t q, uint64_t* keys, int64_t* counts, int64_t ranges) {
+  std::vector<uint64_t> all;
+  for (int64_t r = 0; r < ranges; ++r) {
+    const uint64_t* found = keys + (r * job.Q + q) * job.k;
+    all.insert(all.end(), found, found + counts[r * job.Q + q]);
+    std::inplace_merge(all.begin(), all.end() - counts[r * job.Q + q], all.end());
+  }
+  counts[q] = std::min<int64_t>(job.k, all.size());
+  std::copy(all.begin(), all.begin() + counts[q], keys + q * job.k);
 }
 
 }  // namespace
@@ -69,11 +69,16 @@ void search_cpu(const Search& job, int isa, int threads) {
   const auto scan = DRQ_CHOOSE_COPY(scan, isa);
   parallel_for(groups * ranges, static_cast<int>(groups * ranges), [&](int64_t unit, int64_t, int64_t) {
     const int64_t group = unit / ranges, range = unit % ranges;
-    scan(Part{job, binning ? &bins : nullptr, std::min(job.Q, batches * group / groups * batch),
-              std::min(job.Q, batches * (group + 1) / groups * batch), job.N * range / ranges,
-              job.N * (range + 1) / ranges, keys.get() + range * job.Q * job.k, counts.get() + range * job.Q});
+    const int64_t first = std::min(job.Q, batches * group / groups * batch);
+    const int64_t last = std::min(job.Q, batches * (group + 1) / groups * batch);
+    scan(Part{job, binning ? &bins : nullptr, first, last, job.N * range / ranges, job.N * (range + 1) / ranges,
+              keys.get() + range * job.Q * job.k, counts.get() + range * job.Q});
+    for (int64_t q = first; q < last && ranges == 1; ++q) write(job, q, keys.get() + q * job.k, counts[q]);
   });
-  for (int64_t q = 0; q < job.Q; ++q) merge(job, q, keys.get(), counts.get(), ranges);
+  for (int64_t q = 0; q < job.Q && ranges > 1; ++q) {
+    merge(job, q, keys.get(), counts.get(), ranges);
+    write(job, q, keys.get() + q * job.k, counts[q]);
+  }
 }
 
 }  // namespace drq
