@@ -226,12 +226,12 @@ class Index:
                 alive = _all_alive(rows) if rows.alive is None else rows.alive
                 # Interrupted between these, it is done or not, and counted when somebody asks.
                 self._set_rows(rows._replace(alive=alive, removed=None), self._norms)
-                alive[positions] = False
+                alive.index_fill_(0, positions, False)
                 self._set_rows(rows._replace(alive=alive, removed=rows.size - left), self._norms)
                 return
             self._verify("remove")
             alive = _all_alive(rows) if rows.alive is None else rows.alive.clone()
-            alive[positions] = False
+            alive.index_fill_(0, positions, False)
             codes, stored = rows._replace(alive=alive).living()
             self._set_rows(_Rows(codes, stored, None, size=len(codes), removed=0, next_id=rows.next_id))
 
@@ -364,7 +364,7 @@ class Index:
         alive = rows.alive
         if len(replaced):
             alive = _all_alive(rows) if alive is None else alive.clone()
-            alive[replaced] = False
+            alive.index_fill_(0, replaced, False)
         if alive is not None:
             alive = _with_room(alive, size, end)
             alive[size:end] = True
@@ -436,7 +436,7 @@ class Index:
             positions = self._positions(checks.integers("search", "keep", flags).to(torch.int64).clamp_min(0))
             negative = flags < 0
             mask = torch.zeros(rows.size, dtype=torch.bool, device=self.device)
-            mask[positions[(positions >= 0) & ~negative]] = True
+            mask.index_fill_(0, positions[(positions >= 0) & ~negative], True)
         return mask if alive is None else mask & alive
 
     def _checked_codes(self, rows: _Rows, length: int) -> Tensor:

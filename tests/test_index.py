@@ -6,8 +6,6 @@ import copy
 import pickle
 import sys
 import threading
-import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -455,98 +453,3 @@ def test_bad_types(call, message):
 def test_an_uninitialised_layer_makes_no_index():
     with pytest.raises(RuntimeError, match="Index: the layer has not seen data yet"):
         Index(RecurrentQuantizer(5))
-
-
-def test_upsert_replaces_and_adds():
-    index = Index(LAYER)
-    index.add(X[:20])
-    assert index.upsert(X[100:103], ids=[5, 30, 7]).tolist() == [5, 30, 7]
-    assert len(index) == 21
-    assert index.ids.tolist() == [i for i in range(20) if i not in (5, 7)] + [5, 30, 7]
-    codes = dict(zip(index.ids.tolist(), index.codes.tolist(), strict=True))
-    assert codes[5] == LAYER.encode(X[100:101])[0].tolist()
-    index.upsert(X[:1], ids=[5])
-    index.remove([5])
-    with pytest.raises(ValueError, match="remove: ids must be in the index, got 5, which is not"):
-        index.remove([5])
-    assert index.upsert(X[:1], ids=[5]).tolist() == [5]
-    with pytest.raises(ValueError, match="add: ids must be new, got 5"):
-        index.add(X[:1], ids=[5])
-
-
-def stored_bytes(index: Index) -> int:
-    """Of all tensors that grow with the index."""
-    tensors = [t for t in index._rows if isinstance(t, torch.Tensor)] + list(index._norms.values())
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-@pytest.mark.parametrize(("metric", "each"), [("ip", 3), ("l2", 3 + 4), ("cosine", 3 + 4)])
-def test_bytes_per_vector(metric, each):
-    index = Index(LAYER, metric=metric)
-    index.add(X[:200])
-    index.search(X[:1])
-    assert LAYER.levels == 3
-    assert stored_bytes(index) == 200 * each
-    own = Index(LAYER, metric=metric)
-    own.add(X[:200], ids=range(1000, 1200))
-    own.search(X[:1])
-    assert stored_bytes(own) == 200 * (each + 8)
-    index.remove([3])
-    index.search(X[:1])
-    assert stored_bytes(index) == 200 * (each + 1)
-
-
-def test_norms_follow_added_rows():
-    index = Index(LAYER, metric="l2")
-    index.add(X[:50])
-    index.search(X[:1])
-    index.add(X[50:90])
-    fresh = Index(LAYER, metric="l2")
-    fresh.add(X[:90])
-    a, b = index.search(X[:9], k=20), fresh.search(X[:9], k=20)
-    assert torch.equal(a.scores, b.scores)
-    assert torch.equal(a.ids, b.ids)
-
-
-def test_filters_by_own_ids():
-    index = Index(LAYER)
-    index.add(X[:50], ids=[3 * i % 151 + 1 for i in range(50)])
-    for keep in ([4, 7, 100000], torch.tensor([4, 7, -1]), torch.arange(200) == 7):
-        found = set(index.search(X[:3], k=5, keep=keep).ids.flatten().tolist())
-        assert found <= {4, 7, -1}
-        assert 7 in found
-
-
-@pytest.mark.slow
-def test_adding_and_removing_one_by_one_is_linear():
-    """Twice the vectors take at most 2.6 times as long, and 100,000 of a million ids are removed in 100 ms."""
-    codes = torch.randint(LAYER.codewords, (1_000_000, LAYER.levels), dtype=torch.uint8)
-
-    def seconds(count: int, change: Callable[[Index, int], object], prepare: int = 0) -> float:
-        index = Index(LAYER)
-        index.add_codes(codes[:prepare])
-        start = time.perf_counter()
-        for i in range(count):
-            change(index, i)
-        return time.perf_counter() - start
-
-    def add(index: Index, i: int) -> None:
-        index.add_codes(codes[i : i + 1])
-
-    for count in (10_000, 20_000, 40_000):
-        assert min(seconds(2 * count, add) for _ in range(2)) < 2.6 * max(seconds(count, add) for _ in range(2))
-
-    def remove(index: Index, i: int) -> None:
-        index.remove([i])
-
-    assert seconds(2000, remove, prepare=1_000_000) < 3 * seconds(2000, remove, prepare=10_000)
-    taken = []
-    for _ in range(3):
-        index = Index(LAYER)
-        index.add_codes(codes)
-        ids = torch.randperm(len(codes))[:100_000]
-        start = time.perf_counter()
-        index.remove(ids)
-        taken.append(time.perf_counter() - start)
-        assert len(index) == 900_000
-    assert min(taken) < 0.1
