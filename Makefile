@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 # So that errors and logs name files the same way wherever the tests run.
 export PYTHONDONTWRITEBYTECODE = 1
+NATIVE := $(wildcard csrc/*.* csrc/*/*.* tests/native/*.*)
 
 .PHONY: demo test test-all lint format bench clean
 
@@ -24,12 +25,12 @@ lint: $(VENV)/lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard csrc/*.* csrc/*/*.*)
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
 format: $(VENV)/lint
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	$(BIN)/clang-format -i $(wildcard csrc/*.* csrc/*/*.*)
+	$(BIN)/clang-format -i $(NATIVE)
 
 bench: $(VENV)/bench
 	$(BIN)/python -m pytest benchmarks

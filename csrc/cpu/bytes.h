@@ -8,7 +8,7 @@ namespace drq {
 namespace DRQ_ISA {
 namespace {
 
-#if defined(__AVX512F__)
+#if defined(DRQ_AVX512)
 
 constexpr int64_t kLanes = 64;
 struct Bytes {
@@ -20,7 +20,7 @@ inline Bytes min(Bytes a, Bytes b) { return {_mm512_min_epu8(a.v, b.v)}; }
 // Bit i is set where lane i of a is below that of b.
 inline uint64_t less(Bytes a, Bytes b) { return _mm512_cmplt_epu8_mask(a.v, b.v); }
 
-#elif defined(__AVX2__)
+#elif defined(DRQ_AVX2)
 
 constexpr int64_t kLanes = 32;
 struct Bytes {

@@ -90,7 +90,7 @@ struct Row {
   static float root_of(float squared) { return squared <= 0 ? 0 : std::sqrt(squared); }
 
   Buffer<float> t, delta, v, residual, soft_errors;
-  float hard, soft, joint;  // E_h, E_s, and ||xsoft - xhat||^2 at the last level
+  float hard = 0, soft = 0, joint = 0;  // E_h, E_s, and ||xsoft - xhat||^2 at the last level
 };
 
 }  // namespace

@@ -360,15 +360,15 @@ void fill_bins(const Search& job, Bins& out) {
   const float* norms = job.norms;
   const int64_t count = job.N, whole = count / kWidth * kWidth;
   Floats least = Floats::all(norms[0]), most = least;
-  for (int64_t n = 0; n < whole; n += kWidth) {
-    least = min(Floats::load(norms + n), least);
-    most = max(Floats::load(norms + n), most);
-  }
-  for (int64_t n = whole; n < count; ++n) {
-    least = min(Floats::all(norms[n]), least);
-    most = max(Floats::all(norms[n]), most);
-  }
-  const float lowest = smallest(least), highest = -smallest(Floats::all(0) - most);
+  unsigned ordered = 0xffff;  // not NaN, whose cosine is 0, whatever its sum
+  const auto extend = [&](Floats some) {
+    least = min(some, least), most = max(some, most);
+    ordered &= equal(some, some);
+  };
+  for (int64_t n = 0; n < whole; n += kWidth) extend(Floats::load(norms + n));
+  for (int64_t n = whole; n < count; ++n) extend(Floats::all(norms[n]));
+  const float lowest = ordered != 0xffff ? std::numeric_limits<float>::quiet_NaN() : smallest(least);
+  const float highest = -smallest(Floats::all(0) - most);
   // All but the outermost share equal bins, so that one outlier does not take the resolution from all others.
   constexpr int64_t kSample = 1024, kOutermost = 4;
   Key sample[kSample];

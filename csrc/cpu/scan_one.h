@@ -8,7 +8,7 @@ namespace drq {
 namespace DRQ_ISA {
 namespace {
 
-#if defined(__AVX512VBMI__)
+#if defined(DRQ_AVX512)
 
 constexpr int64_t kWorthABatch = 20;  // queries from which kLanes at a time are faster
 constexpr int64_t kChunk = 4096;      // codes whose least and largest norm are looked at together
@@ -101,14 +101,18 @@ struct One {
   }
 
  private:
-  // Takes the norms of a chunk into account; true where they are outside of what the tables were made for.
+  // Takes the norms of a chunk into account; true where they are outside of what the tables were made for. One NaN
+  // makes the least norm NaN: its cosine is 0, whatever its sum.
   bool widen(int64_t at, int64_t stop) {
     __m512 low = _mm512_set1_ps(norms_low), high = _mm512_set1_ps(norms_high);
+    unsigned unordered = 0;
     for (int64_t n = at; n < stop; n += 16) {
       const __m512 norms = _mm512_loadu_ps(job.norms + n);
       low = _mm512_min_ps(norms, low), high = _mm512_max_ps(norms, high);
+      unordered |= _mm512_cmp_ps_mask(norms, norms, _CMP_UNORD_Q);
     }
-    const float lowest = _mm512_reduce_min_ps(low), highest = _mm512_reduce_max_ps(high);
+    const float highest = _mm512_reduce_max_ps(high);
+    const float lowest = unordered ? std::numeric_limits<float>::quiet_NaN() : _mm512_reduce_min_ps(low);
     if (lowest >= norms_low && highest <= norms_high) return false;
     norms_low = lowest, norms_high = highest;
     return true;
@@ -179,9 +183,9 @@ struct One {
         if (kMoved) candidates = rows_in_order(candidates), copies = rows_in_order(copies);
         if (kMetric != kIp)
           for (int i = 0; i < 4; ++i) {
-            const __mmask16 other =
+            const uint64_t other =
                 _mm512_cmp_ps_mask(_mm512_loadu_ps(job.norms + n + 16 * i), _mm512_set1_ps(rejected_norm), _CMP_NEQ_UQ);
-            copies &= ~(static_cast<uint64_t>(other) << (16 * i));
+            copies &= ~(other << (16 * i));
           }
         look_closely(n, candidates & ~copies);
         limit = _mm512_set1_epi8(static_cast<char>(bound));
@@ -235,8 +239,10 @@ int64_t run_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reserv
 
 // Scans as many codes as it can from `begin`, after the seeds, and returns where it stopped.
 int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reservoir& best) {
-  const int64_t last = begin + (end - begin) / 64 * 64;
   if (job.wide) return begin;
+  // Rows are read whole, but the last one of all may end after M codes.
+  const int64_t whole = end == job.N && job.M < job.stride ? end - 1 : end;
+  const int64_t last = begin + (whole - begin) / 64 * 64;
   if (job.stride == 1) return run_one<1>(job, q, begin, last, best);
   if (job.stride == 2) return run_one<2>(job, q, begin, last, best);
   if (job.stride == 4) return run_one<4>(job, q, begin, last, best);

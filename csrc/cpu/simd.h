@@ -8,8 +8,16 @@
 #include <cstring>
 #include <initializer_list>
 
-#if defined(__AVX512F__) || defined(__AVX2__)
+#if defined(DRQ_SIMDE)  // in tests AVX-512 is emulated, whatever the processor has
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+#define DRQ_AVX512
+#elif defined(__AVX512VBMI__)
 #include <immintrin.h>
+#define DRQ_AVX512
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define DRQ_AVX2
 #endif
 
 namespace drq {
@@ -18,7 +26,7 @@ namespace {
 
 constexpr int64_t kWidth = 16;
 
-#if defined(__AVX512F__)
+#if defined(DRQ_AVX512)
 
 struct Floats {
   __m512 v;
@@ -54,7 +62,7 @@ inline unsigned equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, 
 inline unsigned less_equal(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LE_OQ); }
 inline unsigned not_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_NGT_UQ); }
 
-#elif defined(__AVX2__)
+#elif defined(DRQ_AVX2)
 
 struct Floats {
   __m256 v[2];

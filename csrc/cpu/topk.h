@@ -48,7 +48,7 @@ struct Reservoir {
       keys[kept] = keys[i];
       kept += !(last < keys[i]);
     }
-    count = kept, tau = cost_of(last.bits), full = true;
+    count = kept, tau = cost_of(last.bits), full = tau == tau;
   }
 
   // The best, at most k, in order; returns how many.
@@ -66,7 +66,7 @@ struct Reservoir {
   Key *keys, *scratch;  // [capacity]
   int64_t count = 0;
   float tau = std::numeric_limits<float>::infinity();  // the k-th best cost, once there are k
-  bool full = false;
+  bool full = false;                                   // there are k, none of them NaN
 
  private:
   // Stable, three digits of eleven bits; positions are in order already.

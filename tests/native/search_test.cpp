@@ -1,0 +1,257 @@
+// Search and norms by every instruction set, on random cases, against all scores sorted: search_test FIRST_SEED COUNT.
+#include <algorithm>
+#include <thread>
+
+#include "adc.h"
+#include "cpu/key.h"
+#include "isa.h"
+#include "random.h"
+
+namespace {
+
+using drq::kCosine, drq::kIp, drq::kIsaCount, drq::kIsaNames, drq::kL2;
+
+struct Found {
+  std::vector<float> scores;
+  std::vector<int64_t> positions;
+};
+
+// A search that owns its inputs. Every array is as long as it must be and no longer.
+struct Case {
+  explicit Case(uint64_t seed) : random(seed) {
+    shapes();
+    codes();
+    values();
+  }
+
+  drq::Search job(Found& found) const {
+    found.scores.assign(Q * k, -77);
+    found.positions.assign(Q * k, -77);
+    drq::Search out{};
+    out.table = table.data(), out.scale = scale.data(), out.codes = codes_at();
+    out.norms = metric == kIp ? nullptr : norms.data();
+    out.constants = constants.data();
+    out.lengths = metric == kCosine ? lengths.data() : nullptr;
+    out.keep = keep.empty() ? nullptr : keep.data();
+    out.scores = found.scores.data(), out.positions = found.positions.data();
+    out.Q = Q, out.N = N, out.K = K, out.M = M, out.k = k, out.stride = stride;
+    out.metric = metric, out.wide = wide;
+    return out;
+  }
+
+  const void* codes_at() const {
+    return wide ? static_cast<const void*>(codes16.data()) : static_cast<const void*>(codes8.data());
+  }
+  int64_t code(int64_t n, int64_t m) const { return wide ? codes16[n * stride + m] : codes8[n * stride + m]; }
+
+  void print() const {
+    std::printf("Q=%lld N=%lld K=%lld M=%lld k=%lld stride=%lld metric=%d wide=%d keep=%d threads=%d\n",
+                static_cast<long long>(Q), static_cast<long long>(N), static_cast<long long>(K),
+                static_cast<long long>(M), static_cast<long long>(k), static_cast<long long>(stride), metric, wide,
+                !keep.empty(), threads);
+  }
+
+  Random random;
+  int64_t Q, N, K, M, k, stride;
+  int metric, threads;
+  bool wide;
+  std::vector<float> table, scale, norms, constants, lengths;
+  std::vector<uint8_t> codes8, keep;
+  std::vector<uint16_t> codes16;
+
+ private:
+  void shapes() {
+    const int64_t size = random.below(40);
+    metric = static_cast<int>(random.below(3));
+    threads = static_cast<int>(random.between(1, 4));
+    Q = random.one_of({1, 1, 2, 3, 5, 20, 33, 64, 70});
+    M = random.one_of({1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8, 13, 16, 18});
+    K = random.one_of({1, 2, 7, 16, 64, 100, 255, 256, 256, 256, 257, 300, 1000, 4096});
+    if (size < 16) N = random.between(0, 300), Q = random.between(0, 5);
+    if (size >= 16) N = random.between(2049, 9000);
+    if (size >= 37) N = random.between(65536, 110000), Q = std::min<int64_t>(Q, 20);  // ranges of codes by threads
+    if (size == 39) N = random.between(20000, 30000), Q = random.between(129, 150);   // batches by threads
+    if (random.once_in(3)) N = N / 64 * 64;                                           // no remainder of a block
+    wide = K > 256 || random.once_in(5);
+    k = random.one_of({1, 2, 3, 10, 10, 50, random.between(1, 600), random.between(1, std::max<int64_t>(1, N))});
+    if (k * Q > 100000) k = 10;
+    stride = random.once_in(2) ? M : random.one_of({M + 1, std::max<int64_t>(M, 8), std::max<int64_t>(M, 4), M + 5});
+  }
+
+  void codes() {
+    const int64_t distinct = random.one_of({N, N, N, N, 1, 2, 40, 700});
+    const int64_t used = random.once_in(6) ? random.between(1, K) : K;  // codewords that occur
+    const int64_t length = N == 0 ? 0 : (N - 1) * stride + M;           // nothing after the last code
+    std::vector<uint16_t> all(length);
+    for (int64_t n = 0; n < N; ++n) {
+      const int64_t like = n < distinct ? n : random.below(distinct);
+      for (int64_t i = n * stride; i < std::min(n * stride + stride, length); ++i)
+        all[i] = static_cast<uint16_t>(like == n ? random.below(used) : all[like * stride + i - n * stride]);
+    }
+    if (wide)
+      codes16 = all;
+    else
+      codes8.assign(all.begin(), all.end());
+    if (random.once_in(3)) {
+      const int64_t share = random.one_of({1, 2, 2, 10, 1000});
+      keep.resize(N);
+      for (auto& mark : keep) mark = random.once_in(share) ? static_cast<uint8_t>(random.between(1, 255)) : 0;
+    }
+  }
+
+  // Whole numbers make ties of different codes; magnitudes from denormal to overflowing.
+  std::vector<float> numbers(int64_t count, int kind, float spread) {
+    std::vector<float> out(count);
+    for (auto& x : out) x = kind == 0 ? static_cast<float>(random.between(-3, 3)) : spread * random.normal();
+    return out;
+  }
+
+  void values() {
+    const int kind = static_cast<int>(random.below(4));
+    const float spreads[] = {1, 1, 1, 1, 1e-3f, 1e4f, 1e-38f, 1e18f, 1e30f};
+    const float spread = spreads[random.below(9)];
+    table = numbers(Q * K, kind, spread);
+    scale = numbers(M, kind, 1);
+    if (random.once_in(2))
+      for (int64_t m = 0; m < M; ++m) scale[m] = (m % 3 == 1 ? -1.0f : 1.0f) / static_cast<float>(1 << m);
+    constants = numbers(Q, kind, spread);
+    if (random.once_in(4))  // all inner products negative, or all positive
+      for (auto& x : constants) x += spread * static_cast<float>(random.one_of({-30, 30}));
+    lengths = numbers(Q, kind, spread);
+    for (auto& x : lengths) x = x < 0 ? -x : x;
+    norms = numbers(metric == kIp ? 0 : N, kind, spread);
+    const bool positive = !random.once_in(8), alike = random.once_in(8);
+    const float least = random.once_in(2) ? spread : 0;
+    for (auto& x : norms) x = alike ? least + spread : positive ? least + (x < 0 ? -x : x) : x;
+    if (random.once_in(2)) norms_of_codes();
+    if (random.once_in(8)) spoil(table), spoil(norms);
+    if (random.once_in(40)) spoil(scale);
+    if (random.once_in(40)) spoil(constants), spoil(lengths);
+  }
+
+  void spoil(std::vector<float>& values) {
+    if (values.empty()) return;
+    const int64_t length = static_cast<int64_t>(values.size()), many = random.once_in(4) ? length / 2 : 3;
+    const bool runs = random.once_in(3);  // the first ones, before anything better was found
+    for (int64_t i = 0; i < many; ++i) values[runs ? i % length : random.below(length)] = odd_value(random);
+  }
+
+  // Equal codes have equal norms, as in use; here a sum of a random number for each codeword.
+  void norms_of_codes() {
+    if (norms.empty()) return;
+    const std::vector<float> share = numbers(K, 1, 1);
+    for (int64_t n = 0; n < N; ++n) {
+      norms[n] = 0.01f;
+      for (int64_t m = 0; m < M; ++m) norms[n] += share[code(n, m)] * share[code(n, m)];
+    }
+  }
+};
+
+// All scores by score_of(), sorted by key_of().
+Found sorted(const Case& c) {
+  Found found;
+  const drq::Search job = c.job(found);
+  std::vector<uint64_t> keys;
+  for (int64_t q = 0; q < c.Q; ++q) {
+    keys.clear();
+    for (int64_t n = 0; n < c.N; ++n) {
+      if (job.keep != nullptr && !job.keep[n]) continue;
+      float sum = c.scale[0] * c.table[q * c.K + c.code(n, 0)];
+      for (int64_t m = 1; m < c.M; ++m) sum += c.scale[m] * c.table[q * c.K + c.code(n, m)];
+      const float score = drq::score_of(c.metric, sum, job.norms ? job.norms[n] : 0, c.constants[q], c.lengths[q]);
+      keys.push_back(drq::key_of(c.metric == kL2 ? score : -score, n));
+    }
+    const int64_t count = std::min(c.k, static_cast<int64_t>(keys.size()));
+    std::partial_sort(keys.begin(), keys.begin() + count, keys.end());
+    for (int64_t i = 0; i < c.k; ++i) {
+      const float cost = i < count ? drq::cost_of(keys[i]) : std::numeric_limits<float>::infinity();
+      found.scores[q * c.k + i] = c.metric == kL2 ? cost : -cost;
+      found.positions[q * c.k + i] = i < count ? drq::position_of(keys[i]) : -1;
+    }
+  }
+  return found;
+}
+
+bool same_bits(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0 || (a != a && b != b); }
+
+// The first place that differs, or -1.
+int64_t difference(const Found& a, const Found& b) {
+  for (size_t i = 0; i < a.scores.size(); ++i)
+    if (a.positions[i] != b.positions[i] || !same_bits(a.scores[i], b.scores[i])) return static_cast<int64_t>(i);
+  return -1;
+}
+
+bool agrees(const Case& c, const Found& expected, const Found& found, const char* name) {
+  const int64_t i = difference(expected, found);
+  if (i < 0) return true;
+  c.print();
+  std::printf("%s: query %lld, place %lld is %lld (%.9g), expected %lld (%.9g)\n", name,
+              static_cast<long long>(i / c.k), static_cast<long long>(i % c.k),
+              static_cast<long long>(found.positions[i]), found.scores[i],
+              static_cast<long long>(expected.positions[i]), expected.scores[i]);
+  return false;
+}
+
+// Several threads search the same job, each by another instruction set where there are more.
+bool at_once(const Case& c, const Found& expected) {
+  constexpr int kThreads = 4;
+  std::vector<Found> found(kThreads);
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i)
+    threads.emplace_back([&c, &found, i] {
+      const drq::Search job = c.job(found[i]);
+      drq::search_cpu(job, drq::isa_supported(i % kIsaCount) ? i % kIsaCount : 0, c.threads);
+    });
+  for (auto& thread : threads) thread.join();
+  for (const Found& each : found)
+    if (!agrees(c, expected, each, "at once")) return false;
+  return true;
+}
+
+bool norms_agree(Case& c) {
+  if (c.K > 300) return true;
+  std::vector<float> gram(c.K * c.K), inner(c.K), norms(c.N, -77);
+  for (auto& x : gram) x = c.random.normal();
+  for (auto& x : inner) x = c.random.normal();
+  const bool offset = c.random.once_in(2);
+  drq::Norms job{};
+  job.gram = gram.data(), job.scale = c.scale.data(), job.inner = offset ? inner.data() : nullptr;
+  job.constant = 0.7f, job.codes = c.codes_at(), job.norms = norms.data();
+  job.N = c.N, job.K = c.K, job.M = c.M, job.stride = c.stride, job.wide = c.wide;
+  drq::norms_cpu(job, c.threads);
+  for (int64_t n = 0; n < c.N; ++n) {
+    float total = 0;
+    for (int64_t i = 0; i < c.M; ++i) {
+      for (int64_t j = 0; j < i; ++j) total += (2 * c.scale[i] * c.scale[j]) * gram[c.code(n, i) * c.K + c.code(n, j)];
+      total += (c.scale[i] * c.scale[i]) * gram[c.code(n, i) * c.K + c.code(n, i)];
+    }
+    for (int64_t i = 0; offset && i < c.M; ++i) total += c.scale[i] * inner[c.code(n, i)];
+    if (offset) total += 0.7f;
+    if (same_bits(total, norms[n])) continue;
+    c.print();
+    std::printf("norm %lld is %.9g, expected %.9g\n", static_cast<long long>(n), norms[n], total);
+    return false;
+  }
+  return true;
+}
+
+bool check(uint64_t seed) {
+  Case c(seed);
+  const Found expected = sorted(c);
+  for (int isa = 0; isa < kIsaCount; ++isa) {
+    if (!drq::isa_supported(isa)) continue;
+    Found found;
+    drq::search_cpu(c.job(found), isa, c.threads);
+    if (!agrees(c, expected, found, kIsaNames[isa])) return false;
+  }
+  return (seed % 4 != 0 || at_once(c, expected)) && norms_agree(c);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  for (int isa = 0; isa < kIsaCount; ++isa)
+    if (drq::isa_supported(isa)) std::printf("%s ", kIsaNames[isa]);
+  std::printf("\n");
+  return run_seeds(argc, argv, check);
+}

@@ -1,0 +1,93 @@
+// The AVX-512 intrinsics that the kernels use and SIMDe 0.7.4 lacks, lane by lane; included before a kernel's own text.
+#pragma once
+
+#define SIMDE_ENABLE_NATIVE_ALIASES
+#include <simde/x86/avx512.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace drq_missing {
+
+struct Lanes {
+  explicit Lanes(__m512 a) { std::memcpy(v, &a, sizeof v); }
+  float v[16];
+};
+
+template <class Vector, class Lane, int kCount>
+Vector vector_of(const Lane (&lanes)[kCount]) {
+  Vector out;
+  static_assert(sizeof out == sizeof lanes, "all lanes");
+  std::memcpy(&out, lanes, sizeof out);
+  return out;
+}
+
+// What does not fit an int becomes the least one, as in the processor.
+inline int32_t whole(float x) { return x >= -2147483648.0f && x < 2147483648.0f ? static_cast<int32_t>(x) : INT32_MIN; }
+
+template <class Operation>
+__m512i to_ints(__m512 a, Operation operation) {
+  const Lanes in(a);
+  int32_t out[16];
+  for (int i = 0; i < 16; ++i) out[i] = whole(operation(in.v[i]));
+  return vector_of<__m512i>(out);
+}
+
+inline __m512i cvtps(__m512 a) {
+  return to_ints(a, [](float x) { return std::nearbyint(x); });
+}
+inline __m512i cvttps(__m512 a) {
+  return to_ints(a, [](float x) { return std::trunc(x); });
+}
+
+inline __m128i cvtusepi32_epi8(__m512i a) {
+  uint32_t in[16];
+  std::memcpy(in, &a, sizeof in);
+  uint8_t out[16];
+  for (int i = 0; i < 16; ++i) out[i] = static_cast<uint8_t>(in[i] < 255 ? in[i] : 255);
+  return vector_of<__m128i>(out);
+}
+
+// Wrong by nearly as much as the processor may be, 2^-14, and never right, so that nobody relies on more.
+inline __m512 rsqrt14(__m512 a) {
+  const Lanes in(a);
+  float out[16];
+  for (int i = 0; i < 16; ++i) out[i] = 1 / std::sqrt(in.v[i]) * (i % 2 ? 1 + 1.0f / 16500 : 1 - 1.0f / 16500);
+  return vector_of<__m512>(out);
+}
+
+template <class Operation>
+float reduce(__m512 a, Operation operation) {
+  const Lanes in(a);
+  float out = in.v[0];
+  for (int i = 1; i < 16; ++i) out = operation(out, in.v[i]);
+  return out;
+}
+inline float reduce_min(__m512 a) {
+  return reduce(a, [](float x, float y) { return x < y ? x : y; });
+}
+inline float reduce_max(__m512 a) {
+  return reduce(a, [](float x, float y) { return x > y ? x : y; });
+}
+
+}  // namespace drq_missing
+
+#ifndef _mm512_cvtps_epi32
+#define _mm512_cvtps_epi32(a) drq_missing::cvtps(a)
+#endif
+#ifndef _mm512_cvttps_epi32
+#define _mm512_cvttps_epi32(a) drq_missing::cvttps(a)
+#endif
+#ifndef _mm512_cvtusepi32_epi8
+#define _mm512_cvtusepi32_epi8(a) drq_missing::cvtusepi32_epi8(a)
+#endif
+#ifndef _mm512_rsqrt14_ps
+#define _mm512_rsqrt14_ps(a) drq_missing::rsqrt14(a)
+#endif
+#ifndef _mm512_reduce_min_ps
+#define _mm512_reduce_min_ps(a) drq_missing::reduce_min(a)
+#endif
+#ifndef _mm512_reduce_max_ps
+#define _mm512_reduce_max_ps(a) drq_missing::reduce_max(a)
+#endif

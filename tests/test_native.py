@@ -1,0 +1,96 @@
+"""The native code without Python: every instruction set on random cases, under sanitizers, AVX-512 over SIMDe.
+
+DRQ_FAST_SEED=7 begins with another seed and DRQ_FAST_CASES=5000 tries so many.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import runpy
+import shlex
+import subprocess
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("setuptools", reason="setup.py, which has the flags, needs setuptools")
+ROOT = Path(__file__).parents[1]
+SETUP: dict[str, Any] = runpy.run_path(str(ROOT / "setup.py"))
+COMPILER: str | None = SETUP["find_compiler"]()
+SIMDE = Path("/usr/include/simde/x86/avx512.h")
+# Names of files and lines in what sanitizers report; the first finding ends the program.
+SANITIZED = ("-g", "-O1", "-fno-sanitize-recover=all")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler was found")
+
+
+class Builder:
+    """Compiles each source once for the same flags."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.objects: dict[tuple[str, ...], Path] = {}
+
+    def run(self, *command: str | Path) -> None:
+        done = subprocess.run([*shlex.split(str(COMPILER)), *map(str, command)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def compile_all(self, units: list[tuple[str, ...]]) -> list[Path]:
+        """Objects of (source, flag, flag, ...)."""
+        missing = [unit for unit in units if unit not in self.objects]
+        self.objects |= {unit: self.folder / f"{len(self.objects) + i}.o" for i, unit in enumerate(missing)}
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            list(pool.map(lambda unit: self.run(*unit[1:], "-c", ROOT / unit[0], "-o", self.objects[unit]), missing))
+        return [self.objects[unit] for unit in units]
+
+    def executable(self, test: str, *flags: str, simde: bool = False) -> Path:
+        """tests/native/<test>.cpp and the kernels, by the flags of setup.py and these."""
+        x86 = len(SETUP["ISA_FLAGS"]) > 1
+        flags = (*SETUP["CXX_FLAGS"], "-I" + str(ROOT / "csrc"), *(["-DDRQ_X86"] if x86 else []), *flags)
+        emulated = ("-DDRQ_SIMDE", "-Wno-psabi", "-include", str(ROOT / "tests/native/simde_missing.h"))
+        units = [(f"tests/native/{test}.cpp", *flags)]
+        for source in SETUP["CXX_SOURCES"]:
+            if not source.endswith("bindings.cpp"):
+                dispatch = source.endswith("dispatch.cpp")
+                units.append((source, *flags, *(["-DDRQ_SIMDE"] if simde and dispatch else [])))
+        # Portable copies come first: of functions that were not inlined the linker takes the first.
+        for isa, isa_flags in SETUP["ISA_FLAGS"].items():
+            chosen = emulated if simde and isa == "avx512" else tuple(isa_flags.split())
+            units += [(source, *flags, f"-DDRQ_ISA={isa}", *chosen) for source in SETUP["ISA_SOURCES"]]
+        program = self.folder / f"program{len(self.objects)}"
+        self.run(*flags, *self.compile_all(units), "-o", program)
+        return program
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    return Builder(tmp_path_factory.mktemp("native")).executable
+
+
+def run(program: Path, cases: int) -> str:
+    """What it printed. A failure names its seed: run the program with that and 1."""
+    seed, count = os.environ.get("DRQ_FAST_SEED", "0"), os.environ.get("DRQ_FAST_CASES", str(cases))
+    done = subprocess.run([str(program), seed, count], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    assert f"{count} cases" in done.stdout
+    return done.stdout
+
+
+def test_search(build):
+    run(build("search_test"), 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["address,undefined,float-cast-overflow", "thread"])
+def test_search_under_sanitizers(build, kind):
+    run(build("search_test", *SANITIZED, f"-fsanitize={kind}"), 200)
+
+
+@pytest.mark.skipif(not SIMDE.exists(), reason="SIMDe is not installed (Debian: libsimde-dev)")
+@pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="AVX-512 is compiled on x86 only")
+def test_search_with_avx512_emulated(build):
+    assert "avx512" in run(build("search_test", simde=True), 60)
