@@ -119,11 +119,13 @@ def search(
     codebook, scale, codes = codebook.float().contiguous(), scale.float().contiguous(), _dense_rows(codes)
     offset = None if offset is None else offset.float()
     norms = None if norms is None or metric == "ip" else norms.float().contiguous()
-    with _one_thread() if device.type == "cpu" else nullcontext():
-        rows = None if keep is None else _few_rows(keep, len(query))
-        if rows is not None:
-            codes, norms, keep = codes[rows], None if norms is None else norms[rows], None
-    keep = None if keep is None else keep.contiguous()
+    rows: Tensor | None = None
+    if keep is not None:
+        keep = keep.contiguous()
+        with _one_thread() if device.type == "cpu" else nullcontext():
+            rows = _few_rows(keep, len(query))
+            if rows is not None:
+                codes, norms, keep = codes[rows], None if norms is None else norms[rows], None
     scores = torch.empty(len(query), k, dtype=torch.float32, device=device)
     positions = torch.empty(len(query), k, dtype=torch.int64, device=device)
     # The scan has threads of its own; a large product with the codebook is worth some around it.

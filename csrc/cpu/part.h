@@ -1,9 +1,15 @@
 // What search.cpp hands to the scan of one instruction set.
 #pragma once
 
+#include <algorithm>
+#include <atomic>
+
 #include "adc.h"
 
 namespace drq {
+
+// Codes that a thread takes at a time where all threads work on one query.
+constexpr int64_t kTaken = 1 << 16;
 
 // The norms of all codes by 256 bins, so that a norm can be looked up like one more level.
 struct Bins {
@@ -16,9 +22,10 @@ struct Part {
   const Search& job;
   const Bins* bins;  // where a batch needs them, else null
   int64_t first_query, last_query;
-  int64_t begin, end;  // codes
-  uint64_t* keys;      // [Q, k]  the best of these codes for these queries, see key.h, in order
-  int64_t* counts;     // [Q]     how many those are
+  int64_t begin, end;           // codes
+  uint64_t* keys;               // [Q, k]  the best of these codes for these queries, see key.h, in order
+  int64_t* counts;              // [Q]     how many those are
+  std::atomic<int64_t>* taken;  // [Q]  if threads take codes of begin..end in turn: how many have been taken; else null
 };
 
 }  // namespace drq

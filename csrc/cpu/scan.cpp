@@ -311,14 +311,21 @@ void scan_one_by_one(const Part& part, bool bytes) {
   Buffer<Key> kept(2 * capacity);
   Reservoir best{job.k, capacity, kept.data, kept.data + capacity};
   for (int64_t q = part.first_query; q < part.last_query; ++q) {
-    int64_t at = part.begin;
     best.clear();
-    if (bytes) {
-      at = seeds_end(job, part.begin, part.end);
-      scan_floats<Code>(job, q, part.begin, at, terms.data, best);
-      at = scan_one(job, q, at, part.end, best);
+    int64_t at = part.begin, end = part.end;
+    while (part.taken == nullptr || (at = part.taken[q].fetch_add(kTaken)) < part.end) {
+      if (part.taken != nullptr) end = std::min(at + kTaken, part.end);
+      if (bytes) {
+        if (!best.full) {
+          const int64_t seeds = seeds_end(job, at, end);
+          scan_floats<Code>(job, q, at, seeds, terms.data, best);
+          at = seeds;
+        }
+        at = scan_one(job, q, at, end, best);
+      }
+      scan_floats<Code>(job, q, at, end, terms.data, best);
+      if (part.taken == nullptr) break;
     }
-    scan_floats<Code>(job, q, at, part.end, terms.data, best);
     part.counts[q] = best.finish(part.keys + q * job.k);
   }
 }
@@ -354,7 +361,7 @@ void scan_part(const Part& part) {
 
 int64_t queries_at_a_time() { return kLanes; }
 
-bool needs_bins(const Search& job) { return job.norms != nullptr && job.Q >= kWorthABatch && by_bytes(job, job.N); }
+bool in_batches(const Search& job) { return job.Q >= kWorthABatch && by_bytes(job, job.N); }
 
 void fill_bins(const Search& job, Bins& out) {
   const float* norms = job.norms;

@@ -14,13 +14,13 @@ namespace drq {
 
 DRQ_DECLARE_COPIES(void, scan, const Part& part)
 DRQ_DECLARE_COPIES(void, fill_bins, const Search& job, Bins& bins)
-DRQ_DECLARE_COPIES(bool, needs_bins, const Search& job)
+DRQ_DECLARE_COPIES(bool, in_batches, const Search& job)
 DRQ_DECLARE_COPIES(int64_t, queries_at_a_time, )
 
 namespace {
 
 // Codes, and codes times queries, that are worth a thread: about 0.1 ms of work.
-constexpr int64_t kLeastRange = 1 << 15, kLeastWork[kIsaCount] = {1 << 16, 1 << 17, 1 << 20};
+constexpr int64_t kLeastRange = 1 << 15, kLeastWork[kIsaCount] = {1 << 16, 1 << 17, 1 << 18};
 
 // Writes the results of one query, best first, from up to k keys in order.
 void write(const Search& job, int64_t q, const uint64_t* keys, int64_t count) {
@@ -60,19 +60,23 @@ void search_cpu(const Search& job, int isa, int threads) {
   const std::unique_ptr<int64_t[]> counts(new int64_t[ranges * job.Q]);
   std::unique_ptr<uint8_t[]> binned;
   Bins bins;
-  const bool binning = DRQ_CHOOSE_COPY(needs_bins, isa)(job);
+  const bool in_batches = DRQ_CHOOSE_COPY(in_batches, isa)(job), binning = in_batches && job.norms != nullptr;
   if (binning) {
     binned.reset(new uint8_t[job.N]);
     bins.bins = binned.get();
     DRQ_CHOOSE_COPY(fill_bins, isa)(job, bins);
   }
+  // One query at a time, threads take codes in turn: a thread that starts late takes fewer.
+  const bool in_turn = ranges > 1 && !in_batches;
+  const std::unique_ptr<std::atomic<int64_t>[]> taken(in_turn ? new std::atomic<int64_t>[job.Q]() : nullptr);
   const auto scan = DRQ_CHOOSE_COPY(scan, isa);
   parallel_for(groups * ranges, static_cast<int>(groups * ranges), [&](int64_t unit, int64_t, int64_t) {
     const int64_t group = unit / ranges, range = unit % ranges;
     const int64_t first = std::min(job.Q, batches * group / groups * batch);
     const int64_t last = std::min(job.Q, batches * (group + 1) / groups * batch);
-    scan(Part{job, binning ? &bins : nullptr, first, last, job.N * range / ranges, job.N * (range + 1) / ranges,
-              keys.get() + range * job.Q * job.k, counts.get() + range * job.Q});
+    const int64_t begin = in_turn ? 0 : job.N * range / ranges, end = in_turn ? job.N : job.N * (range + 1) / ranges;
+    scan(Part{job, binning ? &bins : nullptr, first, last, begin, end, keys.get() + range * job.Q * job.k,
+              counts.get() + range * job.Q, taken.get()});
     for (int64_t q = first; q < last && ranges == 1; ++q) write(job, q, keys.get() + q * job.k, counts[q]);
   });
   for (int64_t q = 0; q < job.Q && ranges > 1; ++q) {
