@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import runpy
 import shlex
+import shutil
 import subprocess
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,12 +52,11 @@ class Builder:
         """tests/native/<test>.cpp and the kernels, by the flags of setup.py and these."""
         x86 = len(SETUP["ISA_FLAGS"]) > 1
         flags = (*SETUP["CXX_FLAGS"], "-I" + str(ROOT / "csrc"), *(["-DDRQ_X86"] if x86 else []), *flags)
-        emulated = ("-DDRQ_SIMDE", "-Wno-psabi", "-include", str(ROOT / "tests/native/simde_missing.h"))
+        emulated = ("-DDRQ_SIMDE", "-O1", "-Wno-psabi", "-include", str(ROOT / "tests/native/simde_missing.h"))
         units = [(f"tests/native/{test}.cpp", *flags)]
-        for source in SETUP["CXX_SOURCES"]:
-            if not source.endswith("bindings.cpp"):
-                dispatch = source.endswith("dispatch.cpp")
-                units.append((source, *flags, *(["-DDRQ_SIMDE"] if simde and dispatch else [])))
+        for source in set(SETUP["CXX_SOURCES"]) - {"csrc/bindings.cpp"}:
+            says_so = simde and source == "csrc/cpu/dispatch.cpp"
+            units.append((source, *flags, *(["-DDRQ_SIMDE"] if says_so else [])))
         # Portable copies come first: of functions that were not inlined the linker takes the first.
         for isa, isa_flags in SETUP["ISA_FLAGS"].items():
             chosen = emulated if simde and isa == "avx512" else tuple(isa_flags.split())
@@ -67,8 +67,8 @@ class Builder:
 
 
 @pytest.fixture(scope="module")
-def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    return Builder(tmp_path_factory.mktemp("native")).executable
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+    return Builder(tmp_path_factory.mktemp("native"))
 
 
 def run(program: Path, cases: int) -> str:
@@ -80,17 +80,35 @@ def run(program: Path, cases: int) -> str:
     return done.stdout
 
 
-def test_search(build):
-    run(build("search_test"), 300)
+TESTS = pytest.mark.parametrize(("test", "cases"), [("search_test", 300), ("levels_test", 300)])
+
+
+@TESTS
+def test_every_instruction_set(builder, test, cases):
+    run(builder.executable(test), cases)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["address,undefined,float-cast-overflow", "thread"])
-def test_search_under_sanitizers(build, kind):
-    run(build("search_test", *SANITIZED, f"-fsanitize={kind}"), 200)
+@TESTS
+def test_sanitizers(builder, test, cases, kind):
+    run(builder.executable(test, *SANITIZED, f"-fsanitize={kind}"), cases)
 
 
 @pytest.mark.skipif(not SIMDE.exists(), reason="SIMDe is not installed (Debian: libsimde-dev)")
 @pytest.mark.skipif(platform.machine().lower() not in ("x86_64", "amd64"), reason="AVX-512 is compiled on x86 only")
-def test_search_with_avx512_emulated(build):
-    assert "avx512" in run(build("search_test", simde=True), 60)
+@TESTS
+def test_avx512_emulated(builder, test, cases):
+    assert "avx512" in run(builder.executable(test, simde=True), cases)
+
+
+@pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
+def test_no_function_is_shared_between_instruction_sets(builder):
+    """The linker keeps one of equal functions: AVX-512 could get into the portable copy."""
+    builder.executable("search_test")
+    copies = [
+        str(path) for unit, path in builder.objects.items() if "-O1" not in unit and unit[0] in SETUP["ISA_SOURCES"]
+    ]
+    assert len(copies) == len(SETUP["ISA_SOURCES"]) * len(SETUP["ISA_FLAGS"])
+    symbols = subprocess.run(["nm", "--demangle", *copies], capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^\S+ [Wu] .*", symbols, re.MULTILINE) == []

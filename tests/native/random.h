@@ -1,4 +1,4 @@
-// Numbers from a seed, the same with every compiler and library.
+// Numbers from a seed, the same with every compiler and library, and a loop over seeds.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,8 @@
 #include <initializer_list>
 #include <limits>
 #include <vector>
+
+#include "isa.h"
 
 // splitmix64
 struct Random {
@@ -49,6 +51,9 @@ int run_seeds(int argc, char** argv, const Check& check) {
     std::fprintf(stderr, "seed %llu\n", static_cast<unsigned long long>(seed));  // before anything can end the program
     if (!check(seed)) return 1;
   }
-  std::printf("%llu cases\n", static_cast<unsigned long long>(count));
+  std::printf("%llu cases by", static_cast<unsigned long long>(count));
+  for (int isa = 0; isa < drq::kIsaCount; ++isa)
+    if (drq::isa_supported(isa)) std::printf(" %s", drq::kIsaNames[isa]);
+  std::printf("\n");
   return 0;
 }

@@ -249,9 +249,4 @@ bool check(uint64_t seed) {
 
 }  // namespace
 
-int main(int argc, char** argv) {
-  for (int isa = 0; isa < kIsaCount; ++isa)
-    if (drq::isa_supported(isa)) std::printf("%s ", kIsaNames[isa]);
-  std::printf("\n");
-  return run_seeds(argc, argv, check);
-}
+int main(int argc, char** argv) { return run_seeds(argc, argv, check); }

@@ -1,0 +1,149 @@
+// Encoding and the loss by every instruction set, on random cases: the same bits as the portable code.
+// levels_test FIRST_SEED COUNT.
+#include "levels.h"
+
+#include <algorithm>
+
+#include "isa.h"
+#include "random.h"
+
+namespace {
+
+using drq::kIsaCount, drq::kIsaNames;
+
+float dot(const float* a, const float* b, int64_t count) {
+  float sum = 0;
+  for (int64_t i = 0; i < count; ++i) sum += a[i] * b[i];
+  return sum;
+}
+
+// What an instruction set answered.
+struct Result {
+  std::vector<uint8_t> codes8;
+  std::vector<int32_t> codes32;
+  std::vector<int64_t> codes64;
+  std::vector<std::vector<float>> floats;
+  std::vector<double> doubles;  // dscale and, last, the loss
+};
+
+// The same bits; NaNs count as one.
+template <class T>
+bool same(const std::vector<T>& a, const std::vector<T>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const T& left, const T& right) {
+    return std::memcmp(&left, &right, sizeof(T)) == 0 || (left != left && right != right);
+  });
+}
+
+// Which part of two results differs, or null.
+const char* difference(const Result& a, const Result& b) {
+  if (!same(a.codes8, b.codes8) || !same(a.codes32, b.codes32)) return "codes";
+  if (!same(a.codes64, b.codes64)) return "codes of the loss";
+  const char* const names[] = {"squared_norms", "residuals", "soft",  "product",
+                               "dscores",       "dnorms",    "dgram", "ddiagonal"};
+  for (size_t i = 0; i < a.floats.size(); ++i)
+    if (!same(a.floats[i], b.floats[i])) return names[i];
+  return same(a.doubles, b.doubles) ? nullptr : "dscale or the loss";
+}
+
+// A codec and some vectors, padded as levels.h asks for.
+struct Case {
+  explicit Case(uint64_t seed) : random(seed) {
+    N = random.between(0, 12), D = random.between(1, 70), K = random.one_of({1, 2, 15, 16, 17, 60, 256, 300});
+    M = random.between(1, 6), P = (K + 15) / 16 * 16;
+    const bool whole = random.once_in(3);  // ties
+    const auto number = [&] { return whole ? static_cast<float>(random.between(-1, 1)) : random.normal(); };
+    x.resize(N * D), codebook.resize(P * D), scale.resize(M);
+    for (int64_t i = 0; i < K * D; ++i) codebook[i] = number();
+    for (auto& each : x) each = number();
+    for (int64_t m = 0; m < M; ++m) scale[m] = (m % 3 == 1 ? -1.0f : 1.0f) / static_cast<float>(1 << m);
+    if (N > 0 && random.once_in(3)) std::copy_n(codebook.begin(), D, x.begin());  // met exactly at level 0
+    fill();
+    if (N > 0 && random.once_in(20)) x[random.below(N * D)] = scores[random.below(N * P)] = odd_value(random);
+    wide = K > 256 || random.once_in(3), beam = random.one_of({1, 1, 2, 5});
+    gap = random.once_in(2), gamma = random.uniform() * 4;
+    for (int64_t m = 0; m < M; ++m) omega.push_back(random.uniform() + 0.1f);
+    still_to_come = omega;
+    for (int64_t m = M - 1; m-- > 0;) still_to_come[m] += still_to_come[m + 1];
+  }
+
+  void fill() {
+    scores.resize(N * P), gram.resize(P * P), diagonal.resize(P);
+    bias.assign(M * P, std::numeric_limits<float>::infinity());
+    for (int64_t n = 0; n < N; ++n)
+      for (int64_t k = 0; k < P; ++k) scores[n * P + k] = dot(&x[n * D], &codebook[k * D], D);
+    for (int64_t i = 0; i < P; ++i)
+      for (int64_t k = 0; k < P; ++k) gram[i * P + k] = dot(&codebook[i * D], &codebook[k * D], D);
+    for (int64_t k = 0; k < P; ++k) diagonal[k] = gram[k * P + k];
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t k = 0; k < K; ++k) bias[m * P + k] = scale[m] * scale[m] * diagonal[k];
+  }
+
+  drq::Tile tile() const {
+    drq::Tile out{};
+    out.scores = scores.data(), out.x = x.data(), out.codebook = codebook.data(), out.gram = gram.data();
+    out.diagonal = diagonal.data(), out.bias = bias.data(), out.scale = scale.data();
+    out.N = N, out.K = K, out.P = P, out.D = D, out.M = M;
+    return out;
+  }
+
+  Result by(int isa) const {
+    Result result;
+    encode(isa, result);
+    loss(isa, result);
+    return result;
+  }
+
+  Random random;
+  int64_t N, D, K, M, P, beam;
+  bool wide, gap;
+  float gamma;
+  std::vector<float> x, codebook, scale, scores, gram, diagonal, bias, omega, still_to_come;
+
+ private:
+  void encode(int isa, Result& result) const {
+    drq::Encode job{};
+    job.tile = tile(), job.omega = omega.data(), job.still_to_come = still_to_come.data();
+    job.beam = beam, job.wide = wide;
+    result.codes8.assign(wide ? 0 : N * M, 77);
+    result.codes32.assign(wide ? N * M : 0, 77);
+    job.codes = wide ? static_cast<void*>(result.codes32.data()) : static_cast<void*>(result.codes8.data());
+    drq::encode_cpu(job, isa);
+  }
+
+  void loss(int isa, Result& result) const {
+    result.codes64.assign(N * M, 77);
+    result.doubles.assign(M + 1, 0);
+    for (const int64_t size : {N, N * M, N * M * P, N * M * P, N * P, N, P * P, P}) result.floats.emplace_back(size);
+    auto& floats = result.floats;
+    drq::Loss job{};
+    job.tile = tile(), job.gamma = gamma, job.gap = gap, job.omega = omega.data();
+    job.of_hard = 1, job.of_soft = 0.5f, job.of_joint = 0.25f;
+    job.codes = result.codes64.data(), job.dscale = result.doubles.data(), job.value = &result.doubles[M];
+    job.squared_norms = floats[0].data(), job.residuals = floats[1].data(), job.soft = floats[2].data();
+    job.product = floats[3].data(), job.dscores = floats[4].data(), job.dsquared_norms = floats[5].data();
+    job.dgram = floats[6].data(), job.ddiagonal = floats[7].data();
+    drq::assign_cpu(job, isa);
+    for (int64_t row = 0; row < N * M; ++row)
+      for (int64_t k = 0; k < P; ++k) floats[3][row * P + k] = dot(&floats[2][row * P], &gram[k * P], P);
+    drq::evaluate_cpu(job, isa);
+    drq::backward_cpu(job, isa);
+  }
+};
+
+bool check(uint64_t seed) {
+  const Case c(seed);
+  const Result expected = c.by(0);
+  for (int isa = 1; isa < kIsaCount; ++isa) {
+    if (!drq::isa_supported(isa)) continue;
+    if (const char* what = difference(expected, c.by(isa))) {
+      std::printf("N=%d D=%d K=%d M=%d beam=%d wide=%d: %s by %s\n", static_cast<int>(c.N), static_cast<int>(c.D),
+                  static_cast<int>(c.K), static_cast<int>(c.M), static_cast<int>(c.beam), c.wide, what, kIsaNames[isa]);
+      return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) { return run_seeds(argc, argv, check); }
