@@ -83,7 +83,7 @@ def faiss_fast_scan(K: int, M: int, metric: str, k: int, **sizes: Any) -> Callab
 
 
 def residual_index(kind: str, bits: int, N: int, Q: int, K: int, M: int, k: int, metric: str, **_: Any) -> Any:
-    """A faiss residual quantizer of as many bits, trained a little and filled with copies of a few codes."""
+    """A faiss residual quantizer of as many bits, trained a little and filled with random vectors."""
     import faiss
 
     faiss.omp_set_num_threads(torch.get_num_threads())
@@ -139,7 +139,7 @@ def dense(k: int, dim: int = D, **sizes: Any) -> Callable[[], Any]:
     return lambda: np.argsort(-(queries @ vectors.T), axis=1)[:, :k]
 
 
-def all_alike(**sizes: Any) -> Callable[[], Any]:
+def random_codes(**sizes: Any) -> Callable[[], Any]:
     return ours(**(sizes | {"codes": "random"}))
 
 
@@ -219,4 +219,4 @@ def bench_rankings(compare: Callable[..., None], k: int) -> None:
 
 @pytest.mark.parametrize("Q", [1, 256])
 def bench_identical_codes(compare: Callable[..., None], Q: int) -> None:
-    run(compare, {"random codes": all_alike}, case(1_000_000, Q, "ip", codes="alike"))
+    run(compare, {"random codes": random_codes}, case(1_000_000, Q, "ip", codes="alike"))

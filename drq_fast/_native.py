@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
@@ -69,6 +69,7 @@ def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 _METRICS = {"l2": 0, "ip": 1, "cosine": 2}
 _PRODUCT = 1 << 26  # multiplications from which a product is worth threads
+_TINY = 1 << 18  # multiplications up to which torch uses none
 _KEYS = 1 << 22  # results [queries, k] that are merged at a time
 
 
@@ -119,36 +120,36 @@ def search(
     codebook, scale, codes = codebook.float().contiguous(), scale.float().contiguous(), _dense_rows(codes)
     offset = None if offset is None else offset.float()
     norms = None if norms is None or metric == "ip" else norms.float().contiguous()
-    rows: Tensor | None = None
-    if keep is not None:
-        keep = keep.contiguous()
-        with _one_thread() if device.type == "cpu" else nullcontext():
-            rows = _few_rows(keep, len(query))
-            if rows is not None:
-                codes, norms, keep = codes[rows], None if norms is None else norms[rows], None
     scores = torch.empty(len(query), k, dtype=torch.float32, device=device)
     positions = torch.empty(len(query), k, dtype=torch.int64, device=device)
-    # The scan has threads of its own; a large product with the codebook is worth some around it.
-    large = len(query) * codebook.numel() > _PRODUCT and len(query) >= 2 * _QUERIES
-    apart = device.type == "cpu" and large
-    threads = 1 if apart else torch.get_num_threads()
+    # The scan has threads of its own. A product with the codebook that is worth threads is shared out around it; any other
+    # must not leave threads of torch's spinning on cores that the scan needs.
+    product, threads = len(query) * codebook.numel(), torch.get_num_threads()
+    apart = device.type == "cpu" and product > _PRODUCT and len(query) >= 2 * _QUERIES and threads > 1
     step = max(1, min(16 * _QUERIES, _KEYS // k, _KEYS // len(codebook)))
 
-    def work(part: int, rows: slice) -> None:
+    def scan_rows(codes: Tensor, norms: Tensor | None, keep: Tensor | None, part: int, rows: slice) -> None:
         for first in range(rows.start, rows.stop, step):
             here = slice(first, min(first + step, rows.stop))
             prepared = reference.prepare(query[here].float(), codebook, offset, metric)
-            scan(prepared, codes, scale, scores[here], positions[here], metric, norms, keep, threads)
+            results = scores[here], positions[here]
+            scan(prepared, codes, scale, *results, metric, norms, keep, 1 if apart else threads)
 
-    if apart:
-        _in_threads(work, len(query), _QUERIES)
-    elif device.type == "cpu":
-        with _one_thread():
-            work(0, slice(0, len(query)))
+    def scan_all() -> None:
+        few = None if keep is None else _few_rows(keep, len(query))
+        kept = None if keep is None else keep.contiguous()
+        rows = (codes, norms, kept) if few is None else (codes[few], None if norms is None else norms[few], None)
+        if apart:
+            _in_threads(functools.partial(scan_rows, *rows), len(query), _QUERIES)
+        else:
+            scan_rows(*rows, 0, slice(0, len(query)))
+        if few is not None and len(few):
+            positions.copy_(few[positions.clamp_min(0)].where(positions >= 0, -1))
+
+    if device.type != "cpu" or apart or (product < _TINY and keep is None):
+        scan_all()
     else:
-        work(0, slice(0, len(query)))
-    if rows is not None and len(rows):
-        positions = rows[positions.clamp_min(0)].where(positions >= 0, -1)
+        _run(1, [scan_all])
     return scores, positions
 
 
@@ -191,17 +192,6 @@ def _dense_rows(codes: Tensor) -> Tensor:
     return codes if codes.stride(1) == 1 or codes.shape[1] == 1 else codes.contiguous()
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """torch computes with one thread: what it would do with more leaves them spinning on cores that the scan needs."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
 class _Codec:
     """A codec as the level kernels want it: K padded to P, a multiple of 16, in float32."""
 
@@ -228,6 +218,27 @@ def _centred(x: Tensor, offset: Tensor | None) -> Tensor:
     return (x.float() if offset is None else x.float() - offset.float()).contiguous()
 
 
+_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+_pools_lock = threading.Lock()
+os.register_at_fork(after_in_child=_pools.clear)  # a child has no threads but its own
+
+
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Threads in which torch computes with one thread each; made once, because torch gives every thread that starts
+    later what was set last, by whichever thread."""
+    with _pools_lock:
+        key = (os.getpid(), threads)
+        if key not in _pools:
+            mine, all_there = torch.get_num_threads(), threading.Barrier(threads + 1)
+            pool = ThreadPoolExecutor(threads, "drq_fast", initializer=torch.set_num_threads, initargs=(1,))
+            for _ in range(threads):
+                pool.submit(all_there.wait)
+            all_there.wait()
+            torch.set_num_threads(mine)
+            _pools[key] = pool
+        return _pools[key]
+
+
 def _in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_ROWS) -> None:
     """work(part, rows) for parts of 0..N, one per thread of torch and of at least so many rows, each in its own thread.
 
@@ -236,22 +247,26 @@ def _in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_RO
     """
     threads = torch.get_num_threads()
     parts = max(1, min(threads, N // least))
-    inference = torch.is_inference_mode_enabled()
-
-    def run(part: int) -> None:
-        torch.set_num_threads(1)
-        with torch.inference_mode(inference), torch.no_grad():
-            work(part, slice(N * part // parts, N * (part + 1) // parts))
-
     if parts == 1:
         with torch.no_grad():
             work(0, slice(0, N))
-        return
-    try:
-        with ThreadPoolExecutor(parts) as pool:
-            list(pool.map(run, range(parts)))
-    finally:
-        torch.set_num_threads(threads)  # torch gives threads that start later what was set last, by any thread
+    else:
+        _run(
+            threads,
+            [functools.partial(work, part, slice(N * part // parts, N * (part + 1) // parts)) for part in range(parts)],
+        )
+
+
+def _run(threads: int, tasks: Sequence[Callable[[], None]]) -> None:
+    """Runs the tasks in a pool of so many threads, without gradients, and waits for all of them."""
+    inference = torch.is_inference_mode_enabled()
+
+    def run(task: Callable[[], None]) -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            task()
+
+    for done in [_pool(threads).submit(run, task) for task in tasks]:
+        done.result()
 
 
 def encode(

@@ -81,7 +81,7 @@ def _sums_by_codeword(values: Tensor, codes: Tensor, K: int) -> Tensor:
     if values.device.type == "cpu":
         if codes.ndim == 1:
             return values.new_zeros(K, len(values)).index_add_(0, codes, values.T).T
-        return torch.zeros(len(values), K).scatter_add_(1, codes, values)
+        return values.new_zeros(len(values), K).scatter_add_(1, codes, values)
     total = values.new_zeros(len(values), K)
     for part, columns in zip(values.split(4096, dim=1), codes.split(4096, dim=-1), strict=True):
         total += (part[:, None] @ torch.nn.functional.one_hot(columns, K).to(values)).squeeze(1)

@@ -259,11 +259,13 @@ def search_unchecked(
 ) -> SearchResult:
     """`search` in all levels of codes that are known to be right; int16 stands for two-byte codes bit by bit."""
     inputs = (query, codebook, scale, offset, norms)
-    if _backend.choose("search", query.device, backend, _unsupported_at_all(*inputs)) == "torch":
+    unsupported = "it counts positions in 32 bits" if len(codes) >= 1 << 32 else _unsupported_at_all(*inputs)
+    if _backend.choose("search", query.device, backend, unsupported) == "torch":
         codes = two_bytes(codes)
         return reference.search(
             query, codes, codebook, scale, k=k, offset=offset, metric=metric, norms=norms, keep=keep
         )
+    given = norms
     if metric != "ip" and norms is None:
         norms = squared_norms(codes, codebook, scale, offset if metric == "cosine" else None)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
@@ -281,7 +283,7 @@ def search_unchecked(
         scale,
         offset=offset,
         metric=metric,
-        norms=norms[rows] if norms is not None and norms.requires_grad else None,
+        norms=None if given is None else given[rows],
         lookup=lookup,
     )
     return SearchResult(torch.where(positions >= 0, exact, scores), positions)

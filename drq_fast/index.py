@@ -60,6 +60,11 @@ class _Rows(NamedTuple):
         rows = alive.nonzero().squeeze(1)
         return codes[rows], rows if ids is None else ids[rows]
 
+    def compacted(self) -> _Rows:
+        """The same without the removed rows."""
+        codes, ids = self.living()
+        return _Rows(codes, ids, None, size=len(codes), removed=0, next_id=self.next_id)
+
 
 class Index:
     """Codes of many vectors, searched by queries that are not quantized themselves.
@@ -232,8 +237,7 @@ class Index:
             self._verify("remove")
             alive = _all_alive(rows) if rows.alive is None else rows.alive.clone()
             alive.index_fill_(0, positions, False)
-            codes, stored = rows._replace(alive=alive).living()
-            self._set_rows(_Rows(codes, stored, None, size=len(codes), removed=0, next_id=rows.next_id))
+            self._set_rows(rows._replace(alive=alive).compacted())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes codes, ids and codec to one safetensors file, atomically. Verifies a mapped index first."""
@@ -346,7 +350,11 @@ class Index:
             else:
                 new_ids, replaced = self._new_ids(op, ids, count, replace)
             self._verify(op)
-            self._set_rows(self._with(rows, codes, new_ids, replaced), self._norms)
+            rows = self._with(rows, codes, new_ids, replaced)
+            if 2 * rows.living_count() < rows.size:
+                self._set_rows(rows.compacted())
+            else:
+                self._set_rows(rows, self._norms)
             return new_ids
 
     def _with(self, rows: _Rows, codes: Tensor, ids: Tensor, replaced: Tensor) -> _Rows:
@@ -407,7 +415,7 @@ class Index:
         else:
             order = self._order(stored)
             # The last of equal ids: those before it have been removed or replaced.
-            places = torch.searchsorted(stored, ids, right=True, sorter=order).sub_(1).clamp_min_(0)
+            places = torch.searchsorted(stored, ids.contiguous(), right=True, sorter=order).sub_(1).clamp_min_(0)
             places = places if order is None else order[places]
             found = stored[places] == ids
         if alive is not None:

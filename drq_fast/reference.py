@@ -265,6 +265,7 @@ def search(
 
 def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None = None) -> Tensor:
     """||offset + xhat||^2 [N] as a function of the codes alone, in fixed order, so that equal codes tie exactly."""
+    codebook, scale, offset = _wide(codebook, scale, offset)
     if len(codebook) > _MAX_GRAM:
         return _squared_norms_of_distinct(codes, codebook, scale, offset)
     gram = codebook @ codebook.T

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,50 @@ def test_native_gradients(codec, op, metric):
         assert float((ours - exact).norm()) <= 1e-4 * float(exact.norm())
     for once, again in zip(gradients("native", torch.float32), gradients("native", torch.float32), strict=True):
         assert torch.equal(once, again)
+
+
+@pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_search_with_given_norms_and_in_half_precision(codec, dtype):
+    x, codebook, scale, _ = codec(N=500, D=7, K=16, M=3, dtype=dtype)
+    codes = functional.encode(x, codebook, scale)
+    norms = torch.linspace(0, 9, 500)
+    for given in (norms, None):
+        results = []
+        for backend in ("native", "torch"):
+            leaves = [t.clone().requires_grad_() for t in (x[:4], codebook, scale)]
+            found = functional.search(leaves[0], codes, *leaves[1:], k=9, norms=given, backend=backend)
+            results.append((found.positions, found.scores, *torch.autograd.grad(found.scores.sum(), leaves)))
+        for ours, theirs in zip(*results, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
+def test_threads_of_torch_stay_as_they_were(codec):
+    """Also for threads that start later, which torch gives what was set last."""
+    x, codebook, scale, _ = codec(N=3000, D=40, K=256, M=3)
+    codes = functional.encode(x, codebook, scale)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        functional.encode(x, codebook, scale)
+        seen = []
+
+        def use() -> None:
+            for _ in range(5):
+                functional.search(x[:100], codes, codebook, scale, k=5, backend="native")
+            seen.append(torch.get_num_threads())
+
+        for _ in range(3):
+            threads = [threading.Thread(target=use) for _ in range(4)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert seen == [2] * 12
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")

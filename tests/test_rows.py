@@ -32,6 +32,17 @@ def test_upsert_replaces_and_adds():
         index.add(X[:1], ids=[5])
 
 
+def test_replaced_rows_are_dropped():
+    index = Index(LAYER)
+    ids = index.add(X[:10])
+    for i in range(50):
+        index.upsert(X[i : i + 10], ids)
+    assert len(index) == 10
+    assert index._rows.size <= 20
+    assert torch.equal(index.codes, LAYER.encode(X[49:59]))
+    assert index.add(X[:1]).tolist() == [10]
+
+
 def stored_bytes(index: Index) -> int:
     """Of all tensors that grow with the index."""
     tensors = [t for t in index._rows if isinstance(t, torch.Tensor)] + list(index._norms.values())

@@ -27,7 +27,7 @@ void write(const Search& job, int64_t q, const uint64_t* keys, int64_t count) {
   float* scores = job.scores + q * job.k;
   int64_t* positions = job.positions + q * job.k;
   for (int64_t i = 0; i < count; ++i) {
-    scores[i] = job.metric == kL2 ? cost_of(keys[i]) : -cost_of(keys[i]);
+    scores[i] = job.metric == kL2 ? cost_of(keys[i]) : 0.0f - cost_of(keys[i]);
     positions[i] = position_of(keys[i]);
   }
   const float worst = std::numeric_limits<float>::infinity();
