@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from . import reference
+
+Result = TypeVar("Result")
 
 MAX_CODEWORDS = 8192  # up to which `encode` forms their inner products
 _TILE = 1 << 20  # floats of a tile that stays in cache
@@ -122,34 +124,30 @@ def search(
     norms = None if norms is None or metric == "ip" else norms.float().contiguous()
     scores = torch.empty(len(query), k, dtype=torch.float32, device=device)
     positions = torch.empty(len(query), k, dtype=torch.int64, device=device)
-    # The scan has threads of its own. A product with the codebook that is worth threads is shared out around it; any other
+    # The scan has threads of its own. A product with the codebook that is worth threads is shared out around it; others
     # must not leave threads of torch's spinning on cores that the scan needs.
     product, threads = len(query) * codebook.numel(), torch.get_num_threads()
     apart = device.type == "cpu" and product > _PRODUCT and len(query) >= 2 * _QUERIES and threads > 1
+    in_pool = device.type == "cpu" and not apart and product > _TINY
     step = max(1, min(16 * _QUERIES, _KEYS // k, _KEYS // len(codebook)))
+    few = None if keep is None else _alone(functools.partial(_few_rows, keep, len(query)), device.type == "cpu")
+    if few is not None:
+        codes, norms, keep = codes[few], None if norms is None else norms[few], None
+    keep = None if keep is None else keep.contiguous()
 
-    def scan_rows(codes: Tensor, norms: Tensor | None, keep: Tensor | None, part: int, rows: slice) -> None:
+    def work(part: int, rows: slice) -> None:
         for first in range(rows.start, rows.stop, step):
             here = slice(first, min(first + step, rows.stop))
-            prepared = reference.prepare(query[here].float(), codebook, offset, metric)
+            prepare = functools.partial(reference.prepare, query[here].float(), codebook, offset, metric)
             results = scores[here], positions[here]
-            scan(prepared, codes, scale, *results, metric, norms, keep, 1 if apart else threads)
+            scan(_alone(prepare, in_pool), codes, scale, *results, metric, norms, keep, 1 if apart else threads)
 
-    def scan_all() -> None:
-        few = None if keep is None else _few_rows(keep, len(query))
-        kept = None if keep is None else keep.contiguous()
-        rows = (codes, norms, kept) if few is None else (codes[few], None if norms is None else norms[few], None)
-        if apart:
-            _in_threads(functools.partial(scan_rows, *rows), len(query), _QUERIES)
-        else:
-            scan_rows(*rows, 0, slice(0, len(query)))
-        if few is not None and len(few):
-            positions.copy_(few[positions.clamp_min(0)].where(positions >= 0, -1))
-
-    if device.type != "cpu" or apart or (product < _TINY and keep is None):
-        scan_all()
+    if apart:
+        _in_threads(work, len(query), _QUERIES)
     else:
-        _run(1, [scan_all])
+        work(0, slice(0, len(query)))
+    if few is not None and len(few):
+        positions = few[positions.clamp_min(0)].where(positions >= 0, -1)
     return scores, positions
 
 
@@ -251,22 +249,25 @@ def _in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_RO
         with torch.no_grad():
             work(0, slice(0, N))
     else:
-        _run(
-            threads,
-            [functools.partial(work, part, slice(N * part // parts, N * (part + 1) // parts)) for part in range(parts)],
-        )
+        shares = [slice(N * part // parts, N * (part + 1) // parts) for part in range(parts)]
+        for done in [_submit(threads, functools.partial(work, part, rows)) for part, rows in enumerate(shares)]:
+            done.result()
 
 
-def _run(threads: int, tasks: Sequence[Callable[[], None]]) -> None:
-    """Runs the tasks in a pool of so many threads, without gradients, and waits for all of them."""
+def _alone(compute: Callable[[], Result], in_pool: bool) -> Result:
+    """The result of compute(), by one thread if `in_pool`, so that none of torch's are left spinning."""
+    return _submit(1, compute).result() if in_pool else compute()
+
+
+def _submit(threads: int, task: Callable[[], Result]) -> Future[Result]:
+    """Runs a task in a pool of so many threads, without gradients."""
     inference = torch.is_inference_mode_enabled()
 
-    def run(task: Callable[[], None]) -> None:
+    def run() -> Result:
         with torch.inference_mode(inference), torch.no_grad():
-            task()
+            return task()
 
-    for done in [_pool(threads).submit(run, task) for task in tasks]:
-        done.result()
+    return _pool(threads).submit(run)
 
 
 def encode(
