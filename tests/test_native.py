@@ -92,7 +92,7 @@ def test_every_instruction_set(builder, test, cases):
 @pytest.mark.parametrize("kind", ["address,undefined,float-cast-overflow", "thread"])
 @TESTS
 def test_sanitizers(builder, test, cases, kind):
-    run(builder.executable(test, *SANITIZED, f"-fsanitize={kind}"), cases)
+    run(builder.executable(test, *SANITIZED, f"-fsanitize={kind}"), cases // 2)
 
 
 @pytest.mark.skipif(not SIMDE.exists(), reason="SIMDe is not installed (Debian: libsimde-dev)")

@@ -71,9 +71,10 @@ struct Case {
     if (size >= 16) N = random.between(2049, 9000);
     if (size >= 37) N = random.between(65536, 110000), Q = std::min<int64_t>(Q, 20);  // ranges of codes by threads
     if (size == 39) N = random.between(20000, 30000), Q = random.between(129, 150);   // batches by threads
-    if (random.once_in(3)) N = N / 64 * 64;                                           // no remainder of a block
+    if (random.once_in(2)) N = N / 64 * 64;                                           // no remainder of a block
     wide = K > 256 || random.once_in(5);
-    k = random.one_of({1, 2, 3, 10, 10, 50, random.between(1, 600), random.between(1, std::max<int64_t>(1, N))});
+    const int64_t many = std::max<int64_t>(1, N / 64 - 1);  // the most for which a scan drops codes by bytes
+    k = random.one_of({1, 2, 3, 10, 10, 50, many, random.between(1, many), random.between(1, std::max<int64_t>(1, N))});
     if (k * Q > 100000) k = 10;
     stride = random.once_in(2) ? M : random.one_of({M + 1, std::max<int64_t>(M, 8), std::max<int64_t>(M, 4), M + 5});
   }
@@ -125,6 +126,9 @@ struct Case {
     for (auto& x : norms) x = alike ? least + spread : positive ? least + (x < 0 ? -x : x) : x;
     if (random.once_in(2)) norms_of_codes();
     if (random.once_in(8)) spoil(table), spoil(norms);
+    if (metric == kCosine && random.once_in(4))  // scores of 0, late
+      for (int64_t i = 0; i < N; i += 1000)
+        norms[N - 1 - random.below((N + 1) / 2)] = std::numeric_limits<float>::quiet_NaN();
     if (random.once_in(40)) spoil(scale);
     if (random.once_in(40)) spoil(constants), spoil(lengths);
   }
