@@ -216,25 +216,28 @@ def _centred(x: Tensor, offset: Tensor | None) -> Tensor:
     return (x.float() if offset is None else x.float() - offset.float()).contiguous()
 
 
-_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+_pools: dict[int, ThreadPoolExecutor] = {}
 _pools_lock = threading.Lock()
 os.register_at_fork(after_in_child=_pools.clear)  # a child has no threads but its own
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
-    """Threads in which torch computes with one thread each; made once, because torch gives every thread that starts
-    later what was set last, by whichever thread."""
+    """Threads in which torch computes with one thread each.
+
+    Made at the first use and kept, because torch gives every thread that starts later what was set last, by whichever
+    thread: while they are made, and only then, other threads that start get one thread, too.
+    """
     with _pools_lock:
-        key = (os.getpid(), threads)
-        if key not in _pools:
-            mine, all_there = torch.get_num_threads(), threading.Barrier(threads + 1)
-            pool = ThreadPoolExecutor(threads, "drq_fast", initializer=torch.set_num_threads, initargs=(1,))
-            for _ in range(threads):
+        mine = torch.get_num_threads()
+        for size in {1, threads} - _pools.keys():
+            all_there = threading.Barrier(size + 1)
+            pool = ThreadPoolExecutor(size, "drq_fast", initializer=torch.set_num_threads, initargs=(1,))
+            for _ in range(size):
                 pool.submit(all_there.wait)
             all_there.wait()
             torch.set_num_threads(mine)
-            _pools[key] = pool
-        return _pools[key]
+            _pools[size] = pool
+        return _pools[threads]
 
 
 def _in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_ROWS) -> None:
