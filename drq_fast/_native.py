@@ -162,7 +162,7 @@ def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor
     """`reference.squared_norms` in float32, the same bits; two-byte codes in int16."""
     assert extension is not None
     codebook, scale, codes = codebook.float(), scale.float().contiguous(), _dense_rows(codes)
-    gram = codebook @ codebook.T
+    gram = _gram(codebook)
     (N, M), K = codes.shape, len(codebook)
     inner = None if offset is None else 2 * (codebook @ offset.float())
     norms = _floats(N)
@@ -199,7 +199,7 @@ class _Codec:
         self.M = len(scale)
         self.scale = scale.float().contiguous()
         self.codebook = torch.nn.functional.pad(codebook.float(), (0, 0, 0, self.P - self.K)).contiguous()
-        self.gram = self.codebook @ self.codebook.T
+        self.gram = _gram(self.codebook)
         self.diagonal = self.gram.diagonal().contiguous()
         self.bias = (self.scale * self.scale)[:, None] * self.diagonal
         self.bias[:, self.K :] = float("inf")
@@ -255,6 +255,11 @@ def _in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_RO
         shares = [slice(N * part // parts, N * (part + 1) // parts) for part in range(parts)]
         for done in [_submit(threads, functools.partial(work, part, rows)) for part, rows in enumerate(shares)]:
             done.result()
+
+
+def _gram(codebook: Tensor) -> Tensor:
+    """C C^T; where it is small, not by threads of torch's, which a forked process does not have."""
+    return _alone(lambda: codebook @ codebook.T, codebook.device.type == "cpu" and len(codebook) ** 2 <= _TINY)
 
 
 def _alone(compute: Callable[[], Result], in_pool: bool) -> Result:

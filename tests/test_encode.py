@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 
 import pytest
 import torch
@@ -225,3 +227,19 @@ def test_inference_mode(codec):
     with torch.inference_mode():
         assert torch.equal(functional.encode(x, codebook, scale, backend="native"), expected)
         assert functional.loss(x.clone(), codebook, scale, gamma=1.0, backend="native").loss.isfinite()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork") or _native.why_not("cpu") is not None, reason="no fork, or no extension")
+def test_a_forked_process_encodes_and_searches(codec):
+    x, codebook, scale, _ = codec(N=3000, D=40, K=256, M=3)
+
+    def work() -> int:
+        codes = functional.encode(x, codebook, scale)
+        return int(functional.search(x[:100], codes, codebook, scale, k=3).positions.sum())
+
+    expected = work()
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)  # where it hangs, it is killed
+        os._exit(0 if work() == expected else 1)
+    assert os.waitpid(child, 0)[1] == 0
