@@ -169,7 +169,7 @@ Found sorted(const Case& c) {
     std::partial_sort(keys.begin(), keys.begin() + count, keys.end());
     for (int64_t i = 0; i < c.k; ++i) {
       const float cost = i < count ? drq::cost_of(keys[i]) : std::numeric_limits<float>::infinity();
-      found.scores[q * c.k + i] = c.metric == kL2 ? cost : -cost;
+      found.scores[q * c.k + i] = c.metric == kL2 ? cost : 0.0f - cost;
       found.positions[q * c.k + i] = i < count ? drq::position_of(keys[i]) : -1;
     }
   }
