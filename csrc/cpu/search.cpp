@@ -20,7 +20,7 @@ DRQ_DECLARE_COPIES(int64_t, queries_at_a_time, )
 namespace {
 
 // Codes, and codes times queries, that are worth a thread: about 0.1 ms of work.
-constexpr int64_t kLeastRange = 1 << 15, kLeastWork[kIsaCount] = {1 << 16, 1 << 17, 1 << 18};
+constexpr int64_t kLeastRange = 1 << 15, kLeastWork[kIsaCount] = {1 << 16, 1 << 17, 1 << 20};
 
 // Writes the results of one query, best first, from up to k keys in order.
 void write(const Search& job, int64_t q, const uint64_t* keys, int64_t count) {
