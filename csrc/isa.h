@@ -3,7 +3,7 @@
 
 namespace drq {
 
-// avx512 means what Ice Lake and Zen 4 brought: F, BW, VL, DQ and VBMI.
+// avx512 means what Ice Lake and Zen 4 brought: F, BW, VL, DQ, VBMI and VNNI.
 constexpr const char* kIsaNames[] = {"portable", "avx2", "avx512"};
 constexpr int kIsaCount = 3;
 

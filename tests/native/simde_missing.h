@@ -57,18 +57,14 @@ inline __m512 rsqrt14(__m512 a) {
   return vector_of<__m512>(out);
 }
 
-template <class Operation>
-float reduce(__m512 a, Operation operation) {
-  const Lanes in(a);
-  float out = in.v[0];
-  for (int i = 1; i < 16; ++i) out = operation(out, in.v[i]);
-  return out;
-}
-inline float reduce_min(__m512 a) {
-  return reduce(a, [](float x, float y) { return x < y ? x : y; });
-}
-inline float reduce_max(__m512 a) {
-  return reduce(a, [](float x, float y) { return x > y ? x : y; });
+template <class Narrow, class Vector>
+__m512i widened(Vector a) {
+  Narrow in[16];
+  static_assert(sizeof in == sizeof a, "all lanes");
+  std::memcpy(in, &a, sizeof in);
+  uint32_t out[16];
+  for (int i = 0; i < 16; ++i) out[i] = in[i];
+  return vector_of<__m512i>(out);
 }
 
 }  // namespace drq_missing
@@ -85,9 +81,9 @@ inline float reduce_max(__m512 a) {
 #ifndef _mm512_rsqrt14_ps
 #define _mm512_rsqrt14_ps(a) drq_missing::rsqrt14(a)
 #endif
-#ifndef _mm512_reduce_min_ps
-#define _mm512_reduce_min_ps(a) drq_missing::reduce_min(a)
+#ifndef _mm512_cvtepu8_epi32
+#define _mm512_cvtepu8_epi32(a) drq_missing::widened<uint8_t>(a)
 #endif
-#ifndef _mm512_reduce_max_ps
-#define _mm512_reduce_max_ps(a) drq_missing::reduce_max(a)
+#ifndef _mm512_cvtepu16_epi32
+#define _mm512_cvtepu16_epi32(a) drq_missing::widened<uint16_t>(a)
 #endif
