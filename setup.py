@@ -19,7 +19,13 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
-CXX_SOURCES = ["csrc/bindings.cpp", "csrc/cpu/adc.cpp", "csrc/cpu/dispatch.cpp", "csrc/cpu/search.cpp"]
+CXX_SOURCES = [
+    "csrc/bindings.cpp",
+    "csrc/cpu/adc.cpp",
+    "csrc/cpu/dispatch.cpp",
+    "csrc/cpu/parallel.cpp",
+    "csrc/cpu/search.cpp",
+]
 CUDA_SOURCES = ["csrc/cuda/adc.cu", "csrc/cuda/search.cu"]
 # Compiled once per instruction set and chosen at run time.
 ISA_SOURCES = ["csrc/cpu/encode.cpp", "csrc/cpu/loss.cpp", "csrc/cpu/scan.cpp"]

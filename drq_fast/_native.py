@@ -94,11 +94,25 @@ def scan(
     assert extension is not None
     table = prepared.table.contiguous()
     (Q, K), (N, M) = table.shape, codes.shape
-    tensors = {"table": table, "scale": scale, "codes": codes, "norms": norms, "keep": keep}
-    tensors |= {"constants": prepared.constants, "lengths": prepared.lengths, "scores": scores, "positions": positions}
-    job = {name: 0 if t is None else t.data_ptr() for name, t in tensors.items()}
-    job |= {"Q": Q, "N": N, "K": K, "M": M, "k": scores.shape[1], "stride": codes.stride(0) if N > 1 else M}
-    job |= {"metric": _METRICS[metric], "wide": codes.dtype == torch.int16}
+    job = {
+        "table": table.data_ptr(),
+        "scale": scale.data_ptr(),
+        "codes": codes.data_ptr(),
+        "norms": 0 if norms is None else norms.data_ptr(),
+        "constants": prepared.constants.data_ptr(),
+        "lengths": 0 if prepared.lengths is None else prepared.lengths.data_ptr(),
+        "keep": 0 if keep is None else keep.data_ptr(),
+        "scores": scores.data_ptr(),
+        "positions": positions.data_ptr(),
+        "Q": Q,
+        "N": N,
+        "K": K,
+        "M": M,
+        "k": scores.shape[1],
+        "stride": codes.stride(0) if N > 1 else M,
+        "metric": _METRICS[metric],
+        "wide": codes.dtype == torch.int16,
+    }
     if table.device.type == "cpu":
         extension.search_cpu(isa=instruction_set(), threads=threads, **job)
     else:
@@ -405,12 +419,17 @@ def loss(
 
 def instruction_set() -> str:
     """The widest that this processor has and the extension was compiled for; DRQ_FAST_ISA forces another."""
-    assert extension is not None
-    supported: list[str] = extension.supported_isas()
+    supported = _supported_isas()
     forced = os.environ.get("DRQ_FAST_ISA")
     if forced and forced not in supported:
         raise ValueError(f"DRQ_FAST_ISA must be one of {', '.join(supported)} on this machine, got {forced!r}.")
     return forced or supported[-1]
+
+
+@functools.cache
+def _supported_isas() -> tuple[str, ...]:
+    assert extension is not None
+    return tuple(extension.supported_isas())
 
 
 def _floats(*shape: int) -> Tensor:

@@ -6,7 +6,9 @@ takes `backend=None`: "torch", "native" or "triton" is used or raises BackendUna
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -268,7 +270,7 @@ def search_unchecked(
     given = norms
     if metric != "ip" and norms is None:
         norms = squared_norms(codes, codebook, scale, offset if metric == "cosine" else None)
-    with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+    with torch.no_grad(), _no_autocast(query.device.type):
         scores, positions = _native.search(
             query, codes, codebook, scale, k=k, offset=offset, metric=metric, norms=norms, keep=keep
         )
@@ -356,6 +358,11 @@ def _check_search(
     checks.choice(op, "metric", metric, checks.METRICS)
     checks.norms(op, norms, len(codes), codebook.device)
     return codes, checks.levels(op, levels, codes.shape[1])
+
+
+def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
+    """What the context costs, a short search would notice."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
 
 
 def _wants_gradient(*inputs: Tensor | None) -> bool:

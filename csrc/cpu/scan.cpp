@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "cpu/sample.h"
 #include "cpu/scan_one.h"
 
 namespace drq {
@@ -111,29 +112,49 @@ struct Batch {
         lines((job.M * job.K + (bins != nullptr ? 256 : 0)) * kLanes),
         terms(job.M * job.K) {}
 
-  void run(int64_t first_query, int64_t count, int64_t begin, int64_t end, Reservoir* best) {
+  // ceilings, if not null: what the k-th best cost of each query is thought to stay below.
+  void run(int64_t first_query, int64_t count, int64_t begin, int64_t end, Reservoir* best, const float* ceilings) {
     q0 = first_query, queries = count, this->best = best;
-    rejected = {};
-    settled = turned_down = 0, nobodys = nullptr;
+    transpose();
+    active = ~uint64_t{0} >> (64 - queries);
+    if (ceilings != nullptr) {
+      forget();
+      for (int64_t lane = 0; lane < queries; ++lane) best[lane].clear(ceilings[lane]);
+      sweep(begin, end);
+      for (int64_t lane = 0; lane < queries; ++lane) active &= ~(uint64_t{best[lane].complete()} << lane);
+      if (active == 0) return;
+    }
+    forget();
     int64_t at = seeds_end(job, begin, end);
     for (int64_t lane = 0; lane < queries; ++lane) {
+      if (!is_active(lane)) continue;
       best[lane].clear();
       scan_floats<Code>(job, q0 + lane, begin, at, terms.data, best[lane]);
     }
-    if (at == end) return;
-    transpose();
     while (at < end) {
       const int64_t next = std::min(end, begin + (at - begin) * kGrowth);
-      const uint64_t undecided = build();
-      scan(at, next);
-      for (int64_t lane = 0; lane < queries; ++lane) settle(lane);
-      for (int64_t lane = 0; lane < queries; ++lane)
-        if (undecided >> lane & 1) scan_floats<Code>(job, q0 + lane, at, next, terms.data, best[lane]);
+      sweep(at, next);
       at = next;
     }
   }
 
  private:
+  bool is_active(int64_t lane) const { return active >> lane & 1; }
+
+  void forget() {
+    rejected = {};
+    settled = turned_down = 0, nobodys = nullptr;
+  }
+
+  // Scans at..end by tables made for the best so far.
+  void sweep(int64_t at, int64_t end) {
+    const uint64_t undecided = build();
+    scan(at, end);
+    for (int64_t lane = 0; lane < queries; ++lane) settle(lane);
+    for (int64_t lane = 0; lane < queries; ++lane)
+      if (undecided >> lane & 1) scan_floats<Code>(job, q0 + lane, at, end, terms.data, best[lane]);
+  }
+
   void transpose() {
     for (int64_t lane = 0; lane < queries; ++lane) {
       const float* table = job.table + (q0 + lane) * job.K;
@@ -152,6 +173,7 @@ struct Batch {
     std::memset(bound, 0, sizeof bound);
     std::memset(inverse, 0, sizeof inverse);
     for (int64_t lane = 0; lane < queries; ++lane) {
+      if (!is_active(lane)) continue;
       best[lane].shrink();
       const float lowest = bins == nullptr ? 0 : bins->low[0], highest = bins == nullptr ? 0 : bins->high[255];
       Filter& filter = filters[lane];
@@ -192,38 +214,64 @@ struct Batch {
       }
   }
 
-  void scan(int64_t at, int64_t end) {
-    if (job.M == 4) return bins ? scan<4, true>(at, end) : scan<4, false>(at, end);
-    if (job.M == 8) return bins ? scan<8, true>(at, end) : scan<8, false>(at, end);
-    bins ? scan<0, true>(at, end) : scan<0, false>(at, end);
-  }
-
-  // Blocks of codes in three rounds, none of which has a branch that is hard to guess: which groups of kGroup codes
-  // have any that a query may want, which codes these are, and then those.
-  template <int kM, bool kNorms>
-  void scan(int64_t at, int64_t end) {
-    constexpr int64_t kGroup = 4, kGroups = 64;
-    const int64_t M = kM ? kM : job.M, half = M >= 6 ? M / 2 : M, level = job.K * kLanes, stride = job.stride;
-    const uint8_t *const table = lines.data, *const norms = table + M * level;
-    const auto sum_of = [=](const Code* code, const uint8_t* bin, int64_t levels) {
+  // The sum of the first levels and, with kNorms, the norm of code n for all queries. By value, so that the compiler
+  // knows that nothing of it changes during a scan.
+  template <bool kNorms>
+  auto summing() const {
+    const uint8_t *const table = lines.data, *const norms = table + job.M * job.K * kLanes;
+    const uint8_t* const bin = kNorms ? bins->bins : nullptr;
+    return [table, norms, bin, level = job.K * kLanes](const Code* code, int64_t n, int64_t levels) {
       Bytes sum = Bytes::load(table + code[0] * kLanes);
-      if (kNorms) sum = add_saturated(sum, Bytes::load(norms + *bin * kLanes));
+      if (kNorms) sum = add_saturated(sum, Bytes::load(norms + bin[n] * kLanes));
       for (int64_t m = 1; m < levels; ++m) sum = add_saturated(sum, Bytes::load(table + m * level + code[m] * kLanes));
       return sum;
     };
+  }
+
+  void scan(int64_t at, int64_t end) { bins ? scan<true>(at, end) : scan<false>(at, end); }
+
+  // A first round by few levels is short but leaves more for the second: tries some codes of at..end.
+  template <bool kNorms>
+  void scan(int64_t at, int64_t end) {
+    const auto sum_of = summing<kNorms>();
+    const Bytes limit = Bytes::load(bound);
+    double least = job.M;  // table lines per code: of the first round, and of the second for groups with any code left
+    int64_t best = job.M;
+    for (const int64_t levels : {2, 3, 4, 6}) {
+      constexpr int64_t kTried = 256;
+      int64_t left = 0;
+      for (int64_t i = 0; i < kTried && levels < job.M; ++i) {
+        const int64_t n = at + (end - at) * i / kTried;
+        left += less(sum_of(row_of<Code>(job, n), n, levels), limit) != 0;
+      }
+      const double groups = 1 - std::pow(1 - static_cast<double>(left) / kTried, kGroup);
+      const double lines = levels + groups * (job.M + 10);
+      if (lines < least) least = lines, best = levels;
+    }
+    if (best == 2) return scan<2, kNorms>(at, end);
+    if (best == 3) return scan<3, kNorms>(at, end);
+    if (best == 4) return scan<4, kNorms>(at, end);
+    if (best == 6) return scan<6, kNorms>(at, end);
+    scan<0, kNorms>(at, end);
+  }
+
+  // Blocks of codes in three rounds, none of which has a branch that is hard to guess: which groups of kGroup codes
+  // have any that a query may want by its first levels (kLevels, or all if 0), which codes these are by all levels, and
+  // then those.
+  template <int kLevels, bool kNorms>
+  void scan(int64_t at, int64_t end) {
+    const int64_t M = job.M, few = kLevels ? kLevels : M, stride = job.stride;
+    const auto sum_of = summing<kNorms>();
     for (int64_t first = at; first < end; first += kGroup * kGroups) {
       const Bytes limit = Bytes::load(bound);
       const Code* const codes = row_of<Code>(job, first);
-      const uint8_t* const bin = kNorms ? bins->bins + first : nullptr;
       const int64_t count = std::min(kGroup * kGroups, end - first), whole = count / kGroup * kGroup;
       int32_t groups[kGroups + 1], places[kGroup * kGroups];
       uint64_t lanes[kGroup * kGroups];
       int64_t noted = 0, found = 0;
       for (int64_t n = 0; n < whole; n += kGroup) {
         Bytes sums[kGroup];
-        // Of long codes the first half, after which most are out.
-        for (int64_t i = 0; i < kGroup; ++i)
-          sums[i] = sum_of(codes + (n + i) * stride, bin + (kNorms ? n + i : 0), half);
+        for (int64_t i = 0; i < kGroup; ++i) sums[i] = sum_of(codes + (n + i) * stride, first + n + i, few);
         groups[noted] = static_cast<int32_t>(n);
         noted += less(min(min(sums[0], sums[1]), min(sums[2], sums[3])), limit) != 0;
       }
@@ -232,7 +280,7 @@ struct Batch {
         for (int64_t n = groups[g]; n < std::min(groups[g] + kGroup, count); ++n) {
           if (unwanted(codes + n * stride, first + n)) continue;
           places[found] = static_cast<int32_t>(n);
-          lanes[found] = less(sum_of(codes + n * stride, bin + (kNorms ? n : 0), M), limit);
+          lanes[found] = less(sum_of(codes + n * stride, first + n, M), limit);
           found += lanes[found] != 0;
         }
       for (int64_t i = 0; i < found; ++i) look_closely(first + places[i], lanes[i]);
@@ -244,10 +292,8 @@ struct Batch {
     if (nobodys == nullptr || code[0] != nobodys->code[0]) return false;
     bool same = job.norms == nullptr || job.norms[n] == nobodys->norm;
     for (int64_t m = 1; m < job.M; ++m) same &= code[m] == nobodys->code[m];
-    return same && nobodys->lanes == everybody();
+    return same && nobodys->lanes == active;
   }
-
-  uint64_t everybody() const { return ~uint64_t{0} >> (64 - queries); }
 
   // Notes a code for the queries that could not drop it, but for those that have turned it down before.
   void look_closely(int64_t n, uint64_t candidates) {
@@ -272,7 +318,7 @@ struct Batch {
       } else {
         typename Rejected<Code>::Entry& entry = rejected.entry_of(job, pending[lane][i]);
         entry.lanes |= uint64_t{1} << lane;
-        if (entry.lanes == everybody()) nobodys = &entry;
+        if (entry.lanes == active) nobodys = &entry;
         ++turned_down;
       }
     }
@@ -280,10 +326,11 @@ struct Batch {
     if (mine.full && inverse[lane] > 0) bound[lane] = filters[lane].bound(job, q, mine.tau);
   }
 
-  static constexpr int64_t kPending = 32;
+  static constexpr int64_t kPending = 32, kGroup = 4, kGroups = 64;
   const Search& job;
   const Bins* bins;
   int64_t q0 = 0, queries = 0;
+  uint64_t active = 0;  // queries that are looked at
   Reservoir* best = nullptr;
   Buffer<float> transposed;  // [K, kLanes]
   Buffer<uint8_t> lines;     // [M, K, kLanes], then [256, kLanes] for norms
@@ -330,21 +377,55 @@ void scan_one_by_one(const Part& part, bool bytes) {
   }
 }
 
+// Room for the best of a batch of queries.
+struct Reservoirs {
+  Reservoirs(int64_t k, int64_t codes, int64_t lanes)
+      : capacity(Reservoir::capacity_for(k, codes)), kept((lanes + 1) * capacity) {
+    for (int64_t lane = 0; lane < lanes; ++lane)
+      best[lane] = {k, capacity, kept.data + lane * capacity, kept.data + lanes * capacity};
+  }
+  int64_t capacity;
+  Buffer<Key> kept;
+  Reservoir best[kLanes];
+};
+
+// What the k-th best costs of batches of queries will stay below, by a sample.
+template <class Code>
+struct Guess {
+  Guess(const Part& part, int64_t lanes)
+      : sample(part.job, part.bins, part.begin, part.end),
+        found(sample.job.k, sample.job.N, lanes),
+        batch(sample.job, part.bins == nullptr ? nullptr : &sample.bins) {}
+
+  const float* ceilings(int64_t q, int64_t queries) {
+    batch.run(q, queries, 0, sample.job.N, found.best, nullptr);
+    const float none = std::numeric_limits<float>::infinity();
+    for (int64_t lane = 0; lane < queries; ++lane) {
+      Reservoir& best = found.best[lane];
+      ceiling[lane] = best.complete() && best.full ? std::nextafter(best.tau, none) : none;
+    }
+    return ceiling;
+  }
+
+  Sample<Code> sample;
+  Reservoirs found;
+  Batch<Code> batch;
+  float ceiling[kLanes];
+};
+
 template <class Code>
 void scan_in_batches(const Part& part) {
-  const Search& job = part.job;
-  const int64_t capacity = Reservoir::capacity_for(job.k, part.end - part.begin);
-  const int64_t lanes = std::min(kLanes, part.last_query - part.first_query);
-  Buffer<Key> kept((lanes + 1) * capacity);
-  Reservoir best[kLanes];
-  for (int64_t lane = 0; lane < lanes; ++lane)
-    best[lane] = {job.k, capacity, kept.data + lane * capacity, kept.data + lanes * capacity};
-  const std::unique_ptr<Batch<Code>> batch(new Batch<Code>(job, part.bins));
+  const int64_t lanes = std::min(kLanes, part.last_query - part.first_query), count = part.end - part.begin;
+  Reservoirs found(part.job.k, count, lanes);
+  const std::unique_ptr<Batch<Code>> batch(new Batch<Code>(part.job, part.bins));
+  const std::unique_ptr<Guess<Code>> guess(Sample<Code>::pays(part.job, count) ? new Guess<Code>(part, lanes)
+                                                                               : nullptr);
   for (int64_t q = part.first_query; q < part.last_query; q += lanes) {
     const int64_t queries = std::min(lanes, part.last_query - q);
-    batch->run(q, queries, part.begin, part.end, best);
+    const float* ceilings = guess ? guess->ceilings(q, queries) : nullptr;
+    batch->run(q, queries, part.begin, part.end, found.best, ceilings);
     for (int64_t lane = 0; lane < queries; ++lane)
-      part.counts[q + lane] = best[lane].finish(part.keys + (q + lane) * job.k);
+      part.counts[q + lane] = found.best[lane].finish(part.keys + (q + lane) * part.job.k);
   }
 }
 
@@ -376,29 +457,48 @@ void fill_bins(const Search& job, Bins& out) {
   for (int64_t n = whole; n < count; ++n) extend(Floats::all(norms[n]));
   const float lowest = ordered != 0xffff ? std::numeric_limits<float>::quiet_NaN() : smallest(least);
   const float highest = -smallest(Floats::all(0) - most);
-  // All but the outermost share equal bins, so that one outlier does not take the resolution from all others.
+  // Equal bins for all but the outermost, and some for those on either side, so that one outlier does not take the
+  // resolution from all others.
   constexpr int64_t kSample = 1024, kOutermost = 4;
   Key sample[kSample];
   const int64_t sampled = std::min(count, kSample);
   for (int64_t i = 0; i < sampled; ++i) sample[i] = Key{key_of(norms[i * count / sampled], 0)};
   std::sort(sample, sample + sampled);
-  const float from = drq::cost_of(sample[std::min(kOutermost, sampled - 1)].bits);
-  const float to = drq::cost_of(sample[std::max<int64_t>(sampled - 1 - kOutermost, 0)].bits);
-  const float inverse = to > from ? 254 / (to - from) : 0;
-  const Floats start = Floats::all(from), scale = Floats::all(inverse), zero = Floats::all(0), one = Floats::all(1);
-  const auto places = [=](Floats norm) { return max((norm - start) * scale + one, zero); };
+  const float edges[] = {lowest, drq::cost_of(sample[std::min(kOutermost, sampled - 1)].bits),
+                         drq::cost_of(sample[std::max<int64_t>(sampled - 1 - kOutermost, 0)].bits), highest};
+  const int shares[] = {32, 192, 32};
+  float per_unit[3];  // bins
+  double starts[4] = {};
+  for (int i = 0; i < 3; ++i) {
+    const float width = edges[i + 1] - edges[i];
+    per_unit[i] = width > 0 ? shares[i] / width : 0;
+    starts[i + 1] = starts[i] + (per_unit[i] > 0 ? shares[i] : 0);
+  }
+  const auto places = [&](Floats norm) {
+    Floats place = Floats::all(0);
+    for (int i = 0; i < 3; ++i) {
+      const Floats from = Floats::all(edges[i]), to = Floats::all(edges[i + 1]);
+      place = place + (min(max(norm, from), to) - from) * Floats::all(per_unit[i]);
+    }
+    return place;
+  };
   for (int64_t n = 0; n < whole; n += kWidth) places(Floats::load(norms + n)).store_bytes(out.bins + n);
   for (int64_t n = whole; n < count; ++n) {
     uint8_t copies[kWidth];
     places(Floats::all(norms[n])).store_bytes(copies);
     out.bins[n] = copies[0];
   }
-  const float width = to > from ? (to - from) / 254 : 0, rounding = 1e-6f * (std::fabs(from) + std::fabs(to));
+  // The norm at a place. Places are off by less than a thousandth, and by what float32 cannot tell apart.
+  const auto norm_at = [&](double place, double rounding) {
+    int i = 0;
+    while (i < 2 && (place >= starts[i + 1] || per_unit[i] == 0)) ++i;
+    const double norm = per_unit[i] > 0 ? edges[i] + (place - starts[i]) / per_unit[i] : edges[i + (rounding > 0)];
+    const double there = norm + rounding * (std::fabs(edges[i]) + std::fabs(edges[i + 1]));
+    return static_cast<float>(std::fmin(std::fmax(there, lowest), highest));
+  };
   for (int i = 0; i < 256; ++i) {
-    out.low[i] = i == 0 ? lowest : from + (i - 1) * width - rounding;
-    out.high[i] = i == 255 || inverse == 0 ? highest : from + i * width + rounding;
-    if (out.low[i] < lowest || inverse == 0) out.low[i] = lowest;
-    if (out.high[i] > highest) out.high[i] = highest;
+    out.low[i] = i == 0 ? lowest : norm_at(i - 1e-3, -1e-6);
+    out.high[i] = i == 255 ? highest : norm_at(i + 1 + 1e-3, 1e-6);
   }
 }
 

@@ -19,8 +19,8 @@ DRQ_DECLARE_COPIES(int64_t, queries_at_a_time, )
 
 namespace {
 
-// Codes, and codes times queries, that are worth a thread: about 0.1 ms of work.
-constexpr int64_t kLeastRange = 1 << 15, kLeastWork[kIsaCount] = {1 << 16, 1 << 17, 1 << 20};
+// Codes, and look-ups, that are worth a thread: about 0.1 ms of work.
+constexpr int64_t kLeastRange = 1 << 15, kLeastWork[kIsaCount] = {1 << 18, 1 << 19, 3 << 20};
 
 // Writes the results of one query, best first, from up to k keys in order.
 void write(const Search& job, int64_t q, const uint64_t* keys, int64_t count) {
@@ -52,7 +52,7 @@ void merge(const Search& job, int64_t q, uint64_t* keys, int64_t* counts, int64_
 void search_cpu(const Search& job, int isa, int threads) {
   // Many queries are shared out in whole batches, of few queries the codes are.
   const int64_t batch = DRQ_CHOOSE_COPY(queries_at_a_time, isa)(), batches = (job.Q + batch - 1) / batch;
-  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, job.N * job.Q / kLeastWork[isa]));
+  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, job.N * job.Q * job.M / kLeastWork[isa]));
   const int64_t groups = batches >= parts ? parts : 1;
   const int64_t ranges = groups > 1 ? 1 : std::max<int64_t>(1, std::min(parts, job.N / kLeastRange));
 

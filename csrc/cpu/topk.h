@@ -26,7 +26,16 @@ struct Reservoir {
   // How many candidates it holds, of so many codes.
   static int64_t capacity_for(int64_t k, int64_t codes) { return std::min(k + std::max<int64_t>(k, 48), codes + 1); }
 
-  void clear() { count = 0, tau = std::numeric_limits<float>::infinity(), full = false; }
+  // Of codes that cost as much as the ceiling or more, none is wanted.
+  void clear(float ceiling = std::numeric_limits<float>::infinity()) {
+    count = 0, tau = ceiling, full = ceiling < std::numeric_limits<float>::infinity();
+  }
+
+  // Whether there are k; if not, the ceiling was too low, or there are no more codes.
+  bool complete() {
+    shrink();
+    return count >= k;
+  }
 
   // Whether a code of this cost, after all that came before it, is among the k best so far. NaN costs count as
   // infinite.
@@ -65,8 +74,8 @@ struct Reservoir {
   int64_t k, capacity;
   Key *keys, *scratch;  // [capacity]
   int64_t count = 0;
-  float tau = std::numeric_limits<float>::infinity();  // the k-th best cost, once there are k
-  bool full = false;                                   // there are k, none of them NaN
+  float tau = std::numeric_limits<float>::infinity();  // the k-th best cost, once there are k, or the ceiling
+  bool full = false;                                   // costs from tau on are not wanted; k that are no numbers are
 
  private:
   // Stable, three digits of eleven bits; positions are in order already.
