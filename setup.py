@@ -34,7 +34,8 @@ if platform.machine().lower() in ("x86_64", "amd64"):
     # GCC 12 warns about its own AVX-512 headers.
     ISA_FLAGS |= {
         "avx2": "-mavx2 -mfma",
-        "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni -Wno-uninitialized -Wno-maybe-uninitialized",
+        "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni"
+        " -Wno-uninitialized -Wno-maybe-uninitialized",
     }
 # Scores are defined without fused multiply-add, so that every backend returns the same bits.
 CXX_FLAGS = [

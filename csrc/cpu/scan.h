@@ -99,10 +99,9 @@ constexpr int64_t kGrowth = 8;
 
 // Where the seeds end: far enough from `begin` for that many codes that the filter keeps.
 inline int64_t seeds_end(const Search& job, int64_t begin, int64_t end) {
-  const int64_t wanted = seeds_for(job.k);
-  if (job.keep == nullptr) return std::min(end, begin + wanted);
-  int64_t at = begin;
-  for (int64_t kept = 0; at < end && kept < wanted; ++at) kept += job.keep[at] != 0;
+  if (job.keep == nullptr) return std::min(end, begin + seeds_for(job.k));
+  int64_t at = begin;  // fewer, since those that it does not keep are scored, too
+  for (int64_t kept = 0; at < end && kept < std::max<int64_t>(128, 4 * job.k); ++at) kept += job.keep[at] != 0;
   return at;
 }
 

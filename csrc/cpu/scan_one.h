@@ -45,10 +45,8 @@ inline __m512i look_up(const __m512i (&table)[4], __m512i code) {
 //   sum_m floor(127 scale[m] / max |scale|) floor(255 (A[b_m] - min A) / (max A - min A)) + unit (B - centre)
 //   <= unit (limit - base),   A = -2 T (l2), -T (ip, cosine),   base = centre + sum_m scale[m] min A,
 // but for rounding: weights and steps are rounded down. The table stays as it is while the limit falls.
-template <int kStride>
+template <int kStride, int kGroups>
 struct One {
-  static constexpr int kGroups = kStride <= 4 ? 1 : kStride / 4;
-
   One(const Search& job, int64_t q, Reservoir& best) : job(job), q(q), best(best) {}
 
   // Scans begin..end, a multiple of 64 codes; false where nothing may be dropped, so that nothing was done.
@@ -136,19 +134,20 @@ struct One {
         any = _mm512_cmple_epi32_mask(least, limit) != 0;
       }
       if (any) look_closely(n - 64, sums);
+      while (n < end && rejected >= 0 && ~copies_of_rejected(n) == 0) n += 64;
     }
   }
 
-  // Passes over copies of the code that was turned down last and scores what is left.
+  // Scores what is left of 64 codes, but for copies of the one that was turned down last.
   __attribute__((noinline)) void look_closely(int64_t first, const __m512i (&sums)[4]) {
     uint64_t candidates = 0;
     for (int i = 0; i < 4; ++i)
       candidates |= uint64_t{_mm512_cmple_epi32_mask(sums[i], _mm512_set1_epi32(most))} << (16 * i);
-    candidates &= ~copies_of_rejected(first);
     if (job.keep != nullptr) {
       const __m512i keep = _mm512_loadu_si512(job.keep + first);
       candidates &= _mm512_test_epi8_mask(keep, keep);
     }
+    if (candidates && rejected >= 0) candidates &= ~copies_of_rejected(first);
     const float before = best.tau;
     for (; candidates; candidates &= candidates - 1) {
       const int64_t n = first + __builtin_ctzll(candidates);
@@ -162,10 +161,10 @@ struct One {
   }
 
   uint64_t copies_of_rejected(int64_t first) const {
-    uint64_t copies = rejected < 0 ? 0 : ~uint64_t{0};
-    for (int i = 0; i < 4 && copies; ++i) {
+    uint64_t copies = 0;
+    for (int i = 0; i < 4; ++i) {
       uint16_t same = 0xffff;
-      for (int g = 0; g < kGroups && 4 * g < job.M; ++g) {
+      for (int g = 0; g < kGroups; ++g) {
         int32_t four = 0;
         std::memcpy(&four, row(rejected) + 4 * g, std::min(kStride, 4));
         same &= _mm512_cmpeq_epi32_mask(dwords_of<kStride>(row(first + 16 * i), g), _mm512_set1_epi32(four));
@@ -174,7 +173,7 @@ struct One {
         const __m512 norms = _mm512_loadu_ps(job.norms + first + 16 * i);
         same &= _mm512_cmp_ps_mask(norms, _mm512_set1_ps(job.norms[rejected]), _CMP_EQ_OQ);
       }
-      copies &= ~(uint64_t{static_cast<uint16_t>(~same)} << (16 * i));
+      copies |= uint64_t{same} << (16 * i);
     }
     return copies;
   }
@@ -195,12 +194,15 @@ int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reser
   // Rows are read whole, but the last one of all may end after M codes.
   const int64_t whole = end == job.N && job.M < job.stride ? end - 1 : end;
   const int64_t last = begin + (whole - begin) / 64 * 64;
+  const int64_t groups = (job.M + 3) / 4;
   bool done = false;
-  if (job.stride == 1) done = One<1>(job, q, best).run(begin, last);
-  if (job.stride == 2) done = One<2>(job, q, best).run(begin, last);
-  if (job.stride == 4) done = One<4>(job, q, best).run(begin, last);
-  if (job.stride == 8) done = One<8>(job, q, best).run(begin, last);
-  if (job.stride == 16) done = One<16>(job, q, best).run(begin, last);
+  if (job.stride == 1) done = One<1, 1>(job, q, best).run(begin, last);
+  if (job.stride == 2) done = One<2, 1>(job, q, best).run(begin, last);
+  if (job.stride == 4) done = One<4, 1>(job, q, best).run(begin, last);
+  if (job.stride == 8 && groups == 1) done = One<8, 1>(job, q, best).run(begin, last);
+  if (job.stride == 8 && groups == 2) done = One<8, 2>(job, q, best).run(begin, last);
+  if (job.stride == 16 && groups <= 2) done = One<16, 2>(job, q, best).run(begin, last);
+  if (job.stride == 16 && groups > 2) done = One<16, 4>(job, q, best).run(begin, last);
   return done ? last : begin;
 }
 
