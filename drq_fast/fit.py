@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from . import checks, functional
 _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] block that stays in cache
 _SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
 _SEEDED = 4096  # codewords up to which k-means++ chooses them one by one
+NOISE = 0.15  # standard deviation of what is added to a codeword in the first round, in those of x
 
 
 class Codec(NamedTuple):
@@ -40,6 +42,10 @@ class _Statistics(NamedTuple):
         quadratic = products.cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
         return self.energy - 2 * (scale * self.cross).cumsum(-1) + quadratic
 
+    def double(self) -> _Statistics:
+        """The same in float64, without sums."""
+        return _Statistics(self.energy.double(), self.inner.double(), self.cross.double(), None)
+
 
 def fit(
     x: Tensor,
@@ -49,40 +55,55 @@ def fit(
     offset: bool = True,
     omega: Tensor | None = None,
     free_scale: bool = False,
-    rounds: int = 20,
-    beam: int = 8,
+    rounds: int = 200,
+    beam: int = 16,
+    noise: float = NOISE,
     seed: int | None = None,
 ) -> Codec:
     """The codec with the smallest sum_m omega[m] ||x - xhat_m||^2 found for x [N, D] float32; any N >= 1.
 
-    omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily in the
-    first half, then by beam) and solves for scale and codebook. Deterministic given `seed`; without one the seed is
-    drawn from torch's global generator. Interrupted, it returns the best so far.
+    omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (by beam in the last
+    tenth, else greedily), solves for scale and codebook, and adds noise that fades away; the first 25th counts level 0
+    alone. Deterministic given `seed`; without one the seed is drawn from torch's global generator.
+    Interrupted, it returns the best so far.
     """
     generator = seeded(seed)
     mean = x.mean(dim=0) if offset else None
     x = x if mean is None else x - mean
-    weights = x.new_ones(levels) if omega is None else omega.to(x)
+    weights = _counted(x.new_ones(levels) if omega is None else omega.to(x))
+    level_0 = _counted((torch.arange(levels) == 0).to(x))
+    energy = x.square().sum()
+    spread = noise * x.var(dim=0, correction=0).sqrt()
+    if not codewords < len(x) or codewords > _SOLVABLE:  # nothing to escape from, or nothing that would take it back
+        spread = torch.zeros_like(spread)
     codebook, scale = plus_plus(x, codewords, generator), x.new_tensor([0.7**m for m in range(levels)])
     best, best_cost = Codec(codebook, scale, mean, (1.0,) * levels), float("inf")
     bar = tqdm(range(rounds + 1), desc="fit", unit="round", delay=2, disable=None, leave=False)
     try:
         for step in bar:
-            width = 1 if step < rounds / 2 else beam
+            width = 1 if step < 0.9 * rounds else beam
             codes = encode(x, codebook, scale, beam=width, level_weights=tuple(weights.tolist()))
-            statistics = _collect(x, codes, codebook)
+            statistics = _collect(x, codes, codebook, energy)
             errors = statistics.errors(scale)
             if float(errors @ weights) < best_cost:
                 relative = tuple((errors.clamp_min(0) / statistics.energy.clamp_min(1e-30)).tolist())
                 best, best_cost = Codec(codebook, scale, mean, relative), float(errors @ weights)
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
-                scale = _best_scale(statistics, weights, scale, free_scale)
-                codebook = _refit(statistics, codes, codebook, scale, weights)
+                counted = level_0 if step < rounds // 25 else weights
+                scale = _best_scale(statistics, counted, scale, free_scale)
+                codebook = _refit(statistics, codes, codebook, scale, counted)
                 codebook = revive(x, codes, codebook, scale, generator)
+                shake = torch.randn(codebook.shape, dtype=torch.float32, generator=generator).to(x)
+                codebook = codebook + (1 - (step + 1) / rounds) * spread * shake
     except KeyboardInterrupt:
         bar.write("fit: interrupted; the best codec so far is kept.")
     return best
+
+
+def default_weights(levels: int) -> tuple[float, ...]:
+    """How much each level counts in `fit` and in a beam where the user does not say: the full length most."""
+    return (0.16, *[0.1] * (levels - 2), 1.0) if levels > 1 else (1.0,)
 
 
 def seeded(seed: int | None) -> torch.Generator:
@@ -141,8 +162,12 @@ def encode(
     beam: int = 1,
     level_weights: tuple[float, ...] | None = None,
 ) -> Tensor:
-    """functional.encode some rows at a time, with a progress bar where it takes long: codes [N, M]."""
+    """functional.encode some rows at a time, with a progress bar where it takes long: codes [N, M].
+
+    level_weights: `default_weights` if None.
+    """
     K, D = codebook.shape
+    level_weights = level_weights or default_weights(len(scale))
     code_dtype = torch.uint8 if K <= 256 else torch.int32
     float_dtype = torch.promote_types(codebook.dtype, torch.float32)
     codes = torch.empty(len(x), len(scale), dtype=code_dtype, device=codebook.device)
@@ -157,20 +182,26 @@ def encode(
 
 
 def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
-    """k-means++: K rows of x [N, D], each drawn with probability proportional to its squared distance to the others.
+    """k-means++: K rows of x [N, D], drawn with probability proportional to the squared distance to those before.
 
-    Draws from a part of x where K is large, and plainly where it is larger still.
+    Of a few such draws, the one that leaves the smallest sum of distances is taken. Draws from a part of x where K is
+    large, and plainly where it is larger still.
     """
     if codewords > _SEEDED:
         return x[torch.randint(len(x), (codewords,), generator=generator).to(x.device)]
     x = x[torch.randperm(len(x), generator=generator)[: max(4 * codewords, 1 << 14)].to(x.device)]
+    norms, draws = x.square().sum(dim=1), 2 + int(math.log(codewords))
     nearest = torch.full((len(x),), float("inf"), dtype=x.dtype, device=x.device)
-    norms = x.square().sum(dim=1)
-    chosen = [int(torch.randint(len(x), (), generator=generator))]
-    for _ in tqdm(range(codewords - 1), desc="k-means++", delay=2, disable=None, leave=False):
-        last = x[chosen[-1]]
-        nearest = torch.minimum(nearest, (norms - 2 * (x @ last) + last @ last).clamp_min(0))
-        chosen.append(_draw(nearest, generator))
+    chosen: list[int] = []
+    rows = torch.randint(len(x), (1,), generator=generator)
+    for _ in tqdm(range(codewords), desc="k-means++", delay=2, disable=None, leave=False):
+        there = rows.to(x.device)
+        products = (x @ x[there].T).T.contiguous()  # [draws, N]
+        closer = torch.minimum(nearest, (norms - 2 * products + norms[there, None]).clamp_min_(0))
+        best = int(closer.sum(dim=1).argmin())
+        chosen.append(int(rows[best]))
+        nearest = closer[best]
+        rows = _draw(nearest, draws, generator)
     return x[chosen].clone()
 
 
@@ -192,10 +223,9 @@ def revive(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, generator:
     return codebook
 
 
-def _collect(x: Tensor, codes: Tensor, codebook: Tensor) -> _Statistics:
+def _collect(x: Tensor, codes: Tensor, codebook: Tensor, energy: Tensor) -> _Statistics:
     (N, M), (K, D) = codes.shape, codebook.shape
     columns = [codes[:, m].long() for m in range(M)]
-    energy = x.square().sum()
     if K <= _SOLVABLE:
         gram = codebook @ codebook.T
         inner = x.new_tensor([[float(gram[i, j].sum()) for j in columns] for i in columns])
@@ -211,9 +241,11 @@ def _collect(x: Tensor, codes: Tensor, codebook: Tensor) -> _Statistics:
 
 def _sums(x: Tensor, column: Tensor, K: int) -> Tensor:
     """[K, D]: the rows of x [N, D] added up by codeword, column [N]; in a fixed order."""
-    sums = x.new_zeros(K, x.shape[1])
     if x.device.type == "cpu":
-        return sums.index_add_(0, column, x)
+        ends = torch.bincount(column, minlength=K).cumsum(0)
+        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+        return torch.nn.functional.embedding_bag(column.argsort(stable=True), x, starts, mode="sum")
+    sums = x.new_zeros(K, x.shape[1])
     return sums.index_put_((column,), x, accumulate=True)  # sorts first; on a GPU index_add_ would race
 
 
@@ -231,9 +263,10 @@ def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tens
     weight = scale[:, None] * scale * remaining[later]  # [M, M]
     H = codebook.new_zeros(K, K)
     for i in range(M):
-        for j in range(M):
+        for j in range(i + 1):
             flat = codes[:, i].long() * K + codes[:, j].long()
-            H += weight[i, j] * torch.bincount(flat, minlength=K * K).view(K, K)
+            pairs = weight[i, j] * torch.bincount(flat, minlength=K * K).view(K, K)
+            H += pairs if i == j else pairs + pairs.T
     R = ((scale * remaining)[:, None, None] * statistics.sums).sum(dim=0)
     ridge = 1e-4 * H.diagonal().mean() * torch.eye(K, dtype=H.dtype, device=H.device)
     return codebook + torch.linalg.solve(H + ridge, R - H @ codebook)
@@ -242,20 +275,28 @@ def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tens
 def _best_scale(statistics: _Statistics, omega: Tensor, scale: Tensor, free: bool) -> Tensor:
     """The best scale [M] for given codes: w**m with w on a grid, or free but for scale[0] = 1.
 
-    It stays as it was where the first level leaves nothing to fit it to, as with fewer vectors than codewords.
+    It stays as it was where the first level leaves nothing to fit it to, as with fewer vectors than codewords. Computed
+    in float64, so that levels that hardly count are fitted all the same.
     """
     M = len(omega)
     if M == 1 or statistics.errors(scale)[0] < 1e-4 * statistics.energy:
         return scale
+    wide, omega = statistics.double(), omega.double()
     if not free:
         grid = torch.arange(1, 601, dtype=omega.dtype, device=omega.device) / 400
         scales = grid[:, None] ** torch.arange(M, device=omega.device)  # [grid, M]
-        return scales[(statistics.errors(scales) @ omega).argmin()]
+        return scales[(wide.errors(scales) @ omega).argmin()].to(scale)
     remaining = _remaining(omega)
     later = torch.maximum(torch.arange(M)[:, None], torch.arange(M)).to(omega.device)
-    A, b = remaining[later] * statistics.inner, remaining * statistics.cross
-    ridge = 1e-6 * A.diagonal().mean() * torch.eye(M - 1, dtype=A.dtype, device=A.device)
-    return torch.cat([torch.ones_like(omega[:1]), torch.linalg.solve(A[1:, 1:] + ridge, b[1:] - A[1:, 0])])
+    A, b = remaining[later] * wide.inner, remaining * wide.cross
+    ridge = (1e-6 * A.diagonal()[1:]).diag()
+    return torch.cat([torch.ones_like(omega[:1]), torch.linalg.solve(A[1:, 1:] + ridge, b[1:] - A[1:, 0])]).to(scale)
+
+
+def _counted(omega: Tensor) -> Tensor:
+    """omega [M] with a last level that counts, if only by 1e-6 of the sum: without it, levels at the end would tie."""
+    last = torch.maximum(omega[-1:], 1e-6 * omega.sum())
+    return torch.cat([omega[:-1], last])
 
 
 def _remaining(omega: Tensor) -> Tensor:
@@ -263,10 +304,10 @@ def _remaining(omega: Tensor) -> Tensor:
     return omega.flip(0).cumsum(0).flip(0)
 
 
-def _draw(weights: Tensor, generator: torch.Generator) -> int:
-    """One index, with probability proportional to its weight; any index where all weights are 0."""
+def _draw(weights: Tensor, draws: int, generator: torch.Generator) -> Tensor:
+    """[draws] indices, each with probability proportional to its weight; any where all weights are 0."""
     cumulative = weights.double().cumsum(0).cpu()
     if not float(cumulative[-1]) > 0:
-        return int(torch.randint(len(weights), (), generator=generator))
-    target = torch.rand((), dtype=torch.float64, generator=generator) * cumulative[-1]
-    return min(int(torch.searchsorted(cumulative, target, right=True)), len(weights) - 1)
+        return torch.randint(len(weights), (draws,), generator=generator)
+    targets = torch.rand(draws, dtype=torch.float64, generator=generator) * cumulative[-1]
+    return torch.searchsorted(cumulative, targets, right=True).clamp_max(len(weights) - 1)

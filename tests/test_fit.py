@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+
 import numpy as np
 import pytest
 import torch
@@ -32,7 +40,7 @@ def job(codec):
 
 def test_refit_is_the_minimum_for_given_codes(job):
     x, codes, codebook, scale, omega = job
-    statistics = fit._collect(x, codes, codebook)
+    statistics = fit._collect(x, codes, codebook, x.square().sum())
     for _ in range(8):  # the ridge holds back a little each time
         codebook_before, codebook = codebook, fit._refit(statistics, codes, codebook, scale, omega)
         assert torch.equal(codebook[7], codebook_before[7])
@@ -46,7 +54,7 @@ def test_refit_is_the_minimum_for_given_codes(job):
 def test_statistics_give_the_error_at_every_prefix(job, monkeypatch, solvable):
     monkeypatch.setattr(fit, "_SOLVABLE", solvable)
     x, codes, codebook, scale, _ = job
-    errors = fit._collect(x, codes, codebook).errors(scale)
+    errors = fit._collect(x, codes, codebook, x.square().sum()).errors(scale)
     for m in range(4):
         exact = (x - functional.decode(codes, codebook, scale, levels=m + 1)).square().sum()
         torch.testing.assert_close(errors[m], exact)
@@ -54,7 +62,7 @@ def test_statistics_give_the_error_at_every_prefix(job, monkeypatch, solvable):
 
 def test_best_scale_shared_and_free(job):
     x, codes, codebook, old_scale, omega = job
-    statistics = fit._collect(x, codes, codebook)
+    statistics = fit._collect(x, codes, codebook, x.square().sum())
     costs = {}
     for free in (False, True):
         scale = fit._best_scale(statistics, omega, old_scale, free)
@@ -75,6 +83,35 @@ def test_with_fewer_vectors_than_codewords_the_scale_does_not_vanish():
     """Level 0 meets every vector, so that no other scale than a tiny one would do no harm."""
     for N in (5, 20, 30):
         assert fit.fit(data(N), 32, 3, rounds=8, seed=0).scale[1] > 0.05
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_levels_that_do_not_count_are_fitted_all_the_same(free):
+    """All shared scales would tie, and the smallest of the grid would be taken; free ones would be 0."""
+    codec = fit.fit(data(), 32, 3, omega=torch.tensor([1.0, 0, 0]), free_scale=free, rounds=8, seed=0)
+    assert codec.scale[1] > 0.1
+    assert codec.errors[2] < 0.9 * codec.errors[1] < 0.9 * codec.errors[0]
+
+
+def test_noise_finds_better_codecs():
+    x = torch.randn(2000, 6, generator=torch.Generator().manual_seed(0))
+    calm, shaken = (
+        np.mean([fit.fit(x, 16, 3, rounds=60, beam=4, noise=noise, seed=seed).errors[-1] for seed in range(4)])
+        for noise in (0.0, fit.NOISE)
+    )
+    assert shaken < 0.995 * calm
+
+
+def test_a_beam_counts_the_levels_as_fit_does():
+    layer = RecurrentQuantizer(12, 32, 3)
+    layer.fit(data(), rounds=4, seed=0)
+    options = {"offset": layer.offset, "beam": 4}
+    codec = (layer.codebook, layer.scale)
+    assert fit.default_weights(3) == (0.16, 0.1, 1.0)
+    assert torch.equal(
+        layer.encode(data(), beam=4), functional.encode(data(), *codec, level_weights=(0.16, 0.1, 1.0), **options)
+    )
+    assert not torch.equal(layer.encode(data(), beam=4), functional.encode(data(), *codec, **options))
 
 
 def test_revived_codewords_are_bad_rows_drawn_by_their_error():
@@ -101,18 +138,17 @@ def test_many_codewords_without_a_vector_cost_no_draw_each(monkeypatch):
 def test_one_level_is_k_means():
     sklearn = pytest.importorskip("sklearn.cluster")
     x = data()
-    codec = fit.fit(x, 40, 1, rounds=15, seed=0)
-    inertia = codec.errors[0] * float((x - x.mean(0)).square().sum())
-    theirs = sklearn.KMeans(40, n_init=1, random_state=0, max_iter=15).fit(x.numpy()).inertia_
-    assert inertia < 1.1 * theirs
+    total = float((x - x.mean(0)).square().sum())
+    ours = [total * fit.fit(x, 40, 1, rounds=15, seed=seed).errors[0] for seed in range(5)]
+    theirs = [sklearn.KMeans(40, n_init=1, random_state=s, max_iter=15).fit(x.numpy()).inertia_ for s in range(5)]
+    assert np.mean(ours) < 1.02 * np.mean(theirs)
 
 
 def test_reported_errors_are_those_of_the_layer():
     layer = RecurrentQuantizer(12, 32, 3)
     errors = layer.fit(data(), beam=4, rounds=6, seed=0)
     x, total = data(), (data() - data().mean(0)).square().sum()
-    omega = (0.1, 0.1, 1.0)
-    codes = functional.encode(x, layer.codebook, layer.scale, offset=layer.offset, beam=4, level_weights=omega)
+    codes = layer.encode(x, beam=4)
     actual = [float((x - layer.decode(codes, levels=m)).square().sum() / total) for m in (1, 2, 3)]
     assert errors == pytest.approx(actual, rel=1e-3)
     assert list(errors) == sorted(errors, reverse=True)
@@ -187,6 +223,65 @@ def test_single_vectors_are_read_in_linear_time(monkeypatch):
     )
     fit.sample(iter(data(5000, 2)), 500, 2, fit.seeded(0))
     assert sum(copied) < 10 * 5000
+
+
+MANY = """
+import re, sys, threading, time
+import numpy as np
+import drq_fast
+
+def own():
+    return int(re.search(r"RssAnon:\\s*(\\d+) kB", open("/proc/self/status").read())[1]) / 1024
+
+x = np.load(sys.argv[1], mmap_mode="r")
+layer, before, most = drq_fast.RecurrentQuantizer(64, 256, 4), own(), [0.0]
+
+def watch():
+    while True:
+        most.append(max(most.pop(), own()))
+        time.sleep(0.01)
+
+threading.Thread(target=watch, daemon=True).start()
+errors = layer.fit(x, rounds=20, seed=0)
+codes = layer.encode(x)
+assert codes.shape == (len(x), 4)
+print(errors[-1], most[0] - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="this system does not tell its memory in /proc")
+def test_ten_million_rows_on_disk_need_little_memory_and_show_their_progress(tmp_path):
+    """2.4 GiB of vectors; pages of the file itself, which the system can drop at any time, do not count."""
+    N, block = 10_000_000, data(100_000, 64).numpy()
+    x = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.float32, shape=(N, 64))
+    for first in range(0, N, len(block)):
+        x[first : first + len(block)] = block + first / N
+    del x
+    terminal, theirs = pty.openpty()  # progress bars are for terminals only, and need room
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+    command = [sys.executable, "-c", MANY, str(tmp_path / "x.npy")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True) as child:
+        os.close(theirs)
+        shown = read_to_the_end(terminal)
+        output = child.stdout.read()
+    assert child.returncode == 0, shown
+    error, mib = map(float, output.split())
+    assert error < 0.6
+    assert mib < 1024
+    assert "fit: " in shown
+    assert "encode: " in shown
+
+
+def read_to_the_end(terminal: int) -> str:
+    parts = []
+    with open(terminal, "rb", buffering=0) as stream:
+        try:
+            while part := stream.read(4096):
+                parts.append(part)
+        except OSError:  # what Linux says when the other side is closed
+            pass
+    return b"".join(parts).decode(errors="replace")
 
 
 def test_batches_whatever_the_default_dtype():
