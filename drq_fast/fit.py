@@ -15,7 +15,9 @@ from . import checks, functional
 _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] block that stays in cache
 _SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
 _SEEDED = 4096  # codewords up to which k-means++ chooses them one by one
-NOISE = 0.15  # standard deviation of what is added to a codeword in the first round, in those of x
+ROUNDS = 120  # of `layer.fit`
+NOISE = 0.2  # standard deviation of what is added to a codeword in the first round, in those of x
+_STRIDE = 1.7  # how far a round goes on the way to the refitted codebook: beyond it, where the codes will follow
 
 
 class Codec(NamedTuple):
@@ -55,7 +57,7 @@ def fit(
     offset: bool = True,
     omega: Tensor | None = None,
     free_scale: bool = False,
-    rounds: int = 200,
+    rounds: int = ROUNDS,
     beam: int = 16,
     noise: float = NOISE,
     seed: int | None = None,
@@ -63,15 +65,13 @@ def fit(
     """The codec with the smallest sum_m omega[m] ||x - xhat_m||^2 found for x [N, D] float32; any N >= 1.
 
     omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (by beam in the last
-    tenth, else greedily), solves for scale and codebook, and adds noise that fades away; the first 25th counts level 0
-    alone. Deterministic given `seed`; without one the seed is drawn from torch's global generator.
-    Interrupted, it returns the best so far.
+    tenth, else greedily), solves for scale and codebook, and adds noise that fades away. Deterministic given `seed`;
+    without one the seed is drawn from torch's global generator. Interrupted, it returns the best so far.
     """
     generator = seeded(seed)
     mean = x.mean(dim=0) if offset else None
     x = x if mean is None else x - mean
     weights = _counted(x.new_ones(levels) if omega is None else omega.to(x))
-    level_0 = _counted((torch.arange(levels) == 0).to(x))
     energy = x.square().sum()
     spread = noise * x.var(dim=0, correction=0).sqrt()
     if not codewords < len(x) or codewords > _SOLVABLE:  # nothing to escape from, or nothing that would take it back
@@ -90,9 +90,9 @@ def fit(
                 best, best_cost = Codec(codebook, scale, mean, relative), float(errors @ weights)
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
-                counted = level_0 if step < rounds // 25 else weights
-                scale = _best_scale(statistics, counted, scale, free_scale)
-                codebook = _refit(statistics, codes, codebook, scale, counted)
+                scale = _best_scale(statistics, weights, scale, free_scale)
+                refitted = _refit(statistics, codes, codebook, scale, weights)
+                codebook = refitted if step == 0 else codebook + _STRIDE * (refitted - codebook)
                 codebook = revive(x, codes, codebook, scale, generator)
                 shake = torch.randn(codebook.shape, dtype=torch.float32, generator=generator).to(x)
                 codebook = codebook + (1 - (step + 1) / rounds) * spread * shake
@@ -185,11 +185,15 @@ def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
     """k-means++: K rows of x [N, D], drawn with probability proportional to the squared distance to those before.
 
     Of a few such draws, the one that leaves the smallest sum of distances is taken. Draws from a part of x where K is
-    large, and plainly where it is larger still.
+    large, and plainly where it is larger still. Where fewer than K vectors differ, the rest is zeros: with these, later
+    levels leave alone what level 0 has met.
     """
-    if codewords > _SEEDED:
-        return x[torch.randint(len(x), (codewords,), generator=generator).to(x.device)]
+    zeros = x.new_zeros(codewords, x.shape[1])
+    if len(x) < codewords:
+        return torch.cat([x, zeros[len(x) :]])
     x = x[torch.randperm(len(x), generator=generator)[: max(4 * codewords, 1 << 14)].to(x.device)]
+    if codewords > _SEEDED:
+        return x[:codewords].clone()
     norms, draws = x.square().sum(dim=1), 2 + int(math.log(codewords))
     nearest = torch.full((len(x),), float("inf"), dtype=x.dtype, device=x.device)
     chosen: list[int] = []
@@ -201,8 +205,10 @@ def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
         best = int(closer.sum(dim=1).argmin())
         chosen.append(int(rows[best]))
         nearest = closer[best]
+        if float(nearest.sum()) <= 1e-6 * float(norms.sum()):
+            break
         rows = _draw(nearest, draws, generator)
-    return x[chosen].clone()
+    return torch.cat([x[chosen], zeros[len(chosen) :]])
 
 
 def revive(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, generator: torch.Generator) -> Tensor:
@@ -305,9 +311,7 @@ def _remaining(omega: Tensor) -> Tensor:
 
 
 def _draw(weights: Tensor, draws: int, generator: torch.Generator) -> Tensor:
-    """[draws] indices, each with probability proportional to its weight; any where all weights are 0."""
+    """[draws] indices, each with probability proportional to its weight, of which one at least is above 0."""
     cumulative = weights.double().cumsum(0).cpu()
-    if not float(cumulative[-1]) > 0:
-        return torch.randint(len(weights), (draws,), generator=generator)
     targets = torch.rand(draws, dtype=torch.float64, generator=generator) * cumulative[-1]
     return torch.searchsorted(cumulative, targets, right=True).clamp_max(len(weights) - 1)

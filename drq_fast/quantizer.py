@@ -188,7 +188,7 @@ class RecurrentQuantizer(nn.Module):
         self,
         x: Tensor | np.ndarray | Iterable[Tensor | np.ndarray],
         *,
-        rounds: int = 200,
+        rounds: int = fitting.ROUNDS,
         beam: int = 16,
         sample: int | None = None,
         seed: int | None = None,

@@ -79,6 +79,18 @@ def test_best_scale_shared_and_free(job):
     assert costs[True] <= costs[False]
 
 
+@pytest.mark.parametrize("K", [32, 5000])
+def test_fewer_vectors_than_codewords_start_as_codewords_beside_zeros(K):
+    x = data(20)
+    codebook = fit.plus_plus(x, K, fit.seeded(0))
+    assert torch.equal(codebook[:20], x)
+    assert codebook.shape == (K, 12)
+    assert not codebook[20:].any()
+    twice = fit.plus_plus(x.repeat(3, 1), 32, fit.seeded(0))
+    assert {tuple(row) for row in twice[:20].tolist()} == {tuple(row) for row in x.tolist()}
+    assert not twice[20:].any()
+
+
 def test_with_fewer_vectors_than_codewords_the_scale_does_not_vanish():
     """Level 0 meets every vector, so that no other scale than a tiny one would do no harm."""
     for N in (5, 20, 30):
@@ -94,12 +106,20 @@ def test_levels_that_do_not_count_are_fitted_all_the_same(free):
 
 
 def test_noise_finds_better_codecs():
-    x = torch.randn(2000, 6, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(1000, 32, generator=torch.Generator().manual_seed(0))
     calm, shaken = (
-        np.mean([fit.fit(x, 16, 3, rounds=60, beam=4, noise=noise, seed=seed).errors[-1] for seed in range(4)])
+        np.mean([fit.fit(x, 64, 3, rounds=60, beam=4, noise=noise, seed=seed).errors[-1] for seed in range(4)])
         for noise in (0.0, fit.NOISE)
     )
-    assert shaken < 0.995 * calm
+    assert shaken < 0.98 * calm
+
+
+def test_rounds_that_go_beyond_the_refitted_codebook_get_further(monkeypatch):
+    x = torch.randn(2000, 6, generator=torch.Generator().manual_seed(0))
+    far = [fit.fit(x, 64, 3, rounds=20, beam=1, noise=0.0, seed=seed).errors[-1] for seed in range(4)]
+    monkeypatch.setattr(fit, "_STRIDE", 1.0)
+    near = [fit.fit(x, 64, 3, rounds=20, beam=1, noise=0.0, seed=seed).errors[-1] for seed in range(4)]
+    assert np.mean(far) < 0.99 * np.mean(near)
 
 
 def test_a_beam_counts_the_levels_as_fit_does():
