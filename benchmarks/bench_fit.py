@@ -82,5 +82,5 @@ PEERS = {"the quick start": quick_start, "faiss RQ, beam 5": faiss_rq, "faiss PQ
 
 
 def bench_fit(compare: Callable[..., None]) -> None:
-    N, D = 10_000, 128
+    N, D = 10_000, 64
     compare(ours, PEERS, agrees, sizes={"N": N, "D": D}, work=N, unit="vectors", rounds=3)

@@ -202,6 +202,8 @@ def test_deterministic_and_independent_of_the_kind_of_data(tmp_path):
     for layer, kind in zip(layers, kinds, strict=True):
         layer.fit(kind, rounds=3, seed=5)
         assert torch.equal(layer.codebook, layers[0].codebook)
+    layer.fit(x, rounds=3, seed=6)
+    assert not torch.equal(layer.codebook, layers[0].codebook)
 
 
 def test_an_iterable_of_batches_is_read_once_and_sampled():
@@ -233,6 +235,7 @@ def test_a_sample_of_batches_is_that_of_one_vector_at_a_time_and_of_a_buffer_tha
     order = [int((whole == row).all(dim=1).nonzero()) for row in first]
     assert order == sorted(set(order))
     assert len(order) == 100
+    assert 270 < sum(order) / 100 < 430  # from the whole of it, not from one end
 
 
 def test_single_vectors_are_read_in_linear_time(monkeypatch):
