@@ -74,9 +74,9 @@ def ours(data: Data, beams: tuple[int, ...] = (16,), quick: bool = False, **opti
     return found
 
 
-def without(name: str, value: Any, data: Data) -> list[Errors]:
+def replaced(data: Data, **names: Any) -> list[Errors]:
     """The same with something in fit.py replaced."""
-    with mock.patch.object(fit, name, value):
+    with mock.patch.multiple(fit, **names):
         return ours(data)
 
 
@@ -102,9 +102,9 @@ MEANS: dict[str, Callable[[Data], list[Errors]]] = {
     "no beam in `fit(x, beam=1)`": lambda data: ours(data, beam=1),
     "a quarter of the rounds: `fit(x, rounds=30)`": lambda data: ours(data, rounds=30),
     "twice the rounds: `fit(x, rounds=240)`": lambda data: ours(data, rounds=240),
-    "no noise": lambda data: without("NOISE", 0.0, data),
-    "no further than the refitted codebook": lambda data: without("_STRIDE", 1.0, data),
-    "no refit: codewords as drawn": lambda data: without("_refit", unchanged, data),
+    "no noise": lambda data: replaced(data, NOISE=0.0),
+    "no further than the refitted codebook": lambda data: replaced(data, _STRIDE=1.0),
+    "no refit and no noise: codewords as drawn": lambda data: replaced(data, _refit=unchanged, NOISE=0.0),
     'free scales: `scale="per_level"`': lambda data: ours(data, scale="per_level"),
     "the quick start: `layer.initialise(x)`": lambda data: ours(data, quick=True),
 }
