@@ -144,7 +144,9 @@ def search(
     apart = device.type == "cpu" and product > _PRODUCT and len(query) >= 2 * _QUERIES and threads > 1
     in_pool = device.type == "cpu" and not apart and product > _TINY
     step = max(1, min(16 * _QUERIES, _KEYS // k, _KEYS // len(codebook)))
-    few = None if keep is None else _alone(functools.partial(_few_rows, keep, len(query)), device.type == "cpu")
+    few = None
+    if keep is not None and len(query) >= _QUERIES // 2:
+        few = _alone(functools.partial(_few_rows, keep), device.type == "cpu")
     if few is not None:
         codes, norms, keep = codes[few], None if norms is None else norms[few], None
     keep = None if keep is None else keep.contiguous()
@@ -165,11 +167,9 @@ def search(
     return scores, positions
 
 
-def _few_rows(keep: Tensor, queries: int) -> Tensor | None:
-    """The rows that a filter [N] keeps, if many queries would pass over more than half of them; else None."""
-    if queries < _QUERIES // 2 or 2 * int(keep.count_nonzero()) >= len(keep):
-        return None
-    return keep.nonzero().squeeze(1)
+def _few_rows(keep: Tensor) -> Tensor | None:
+    """The rows that a filter [N] keeps, unless they are half of all or more: many queries had better scan those alone."""
+    return None if 2 * int(keep.count_nonzero()) >= len(keep) else keep.nonzero().squeeze(1)
 
 
 def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:

@@ -19,8 +19,8 @@ DRQ_DECLARE_COPIES(int64_t, queries_at_a_time, )
 
 namespace {
 
-// Codes, and look-ups, that are worth a thread: about 0.1 ms of work.
-constexpr int64_t kLeastRange = 1 << 15, kLeastWork[kIsaCount] = {1 << 18, 1 << 19, 3 << 20};
+// Codes, and look-ups, that are worth a thread, which takes some 50 us to wake up.
+constexpr int64_t kLeastRange = 1 << 15, kLeastWork[kIsaCount] = {1 << 18, 1 << 19, 1 << 23};
 
 // Writes the results of one query, best first, from up to k keys in order.
 void write(const Search& job, int64_t q, const uint64_t* keys, int64_t count) {

@@ -24,7 +24,7 @@ struct Key {
 // must be added in ascending order.
 struct Reservoir {
   // How many candidates it holds, of so many codes.
-  static int64_t capacity_for(int64_t k, int64_t codes) { return std::min(k + std::max<int64_t>(k, 48), codes + 1); }
+  static int64_t capacity_for(int64_t k, int64_t codes) { return std::min(k + std::max<int64_t>(k, 28), codes + 1); }
 
   // Of codes that cost as much as the ceiling or more, none is wanted.
   void clear(float ceiling = std::numeric_limits<float>::infinity()) {
