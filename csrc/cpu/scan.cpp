@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "cpu/sample.h"
+#include "cpu/scan_few.h"
 #include "cpu/scan_one.h"
 
 namespace drq {
@@ -357,18 +358,26 @@ void scan_one_by_one(const Part& part, bool bytes) {
   Buffer<float> terms(job.M * job.K);
   Buffer<Key> kept(2 * capacity);
   Reservoir best{job.k, capacity, kept.data, kept.data + capacity};
+  Few<Code> few(job);
   for (int64_t q = part.first_query; q < part.last_query; ++q) {
     best.clear();
+    few.start(q, best);
     int64_t at = part.begin, end = part.end;
     while (part.taken == nullptr || (at = part.taken[q].fetch_add(kTaken)) < part.end) {
       if (part.taken != nullptr) end = std::min(at + kTaken, part.end);
       if (bytes) {
+        const int64_t begin = at;
         if (!best.full) {
-          const int64_t seeds = seeds_end(job, at, end);
-          scan_floats<Code>(job, q, at, seeds, terms.data, best);
-          at = seeds;
+          at = seeds_end(job, begin, end);
+          scan_floats<Code>(job, q, begin, at, terms.data, best);
         }
         at = scan_one(job, q, at, end, best);
+        while (at < end) {
+          const int64_t next = std::min(end, at + std::max(kFewest, (kGrowth - 1) * (at - begin)));
+          at = few.run(at, next);
+          scan_floats<Code>(job, q, at, next, terms.data, best);
+          at = next;
+        }
       }
       scan_floats<Code>(job, q, at, end, terms.data, best);
       if (part.taken == nullptr) break;
@@ -443,64 +452,6 @@ void scan_part(const Part& part) {
 int64_t queries_at_a_time() { return kLanes; }
 
 bool in_batches(const Search& job) { return job.Q >= kWorthABatch && by_bytes(job, job.N); }
-
-void fill_bins(const Search& job, Bins& out) {
-  const float* norms = job.norms;
-  const int64_t count = job.N, whole = count / kWidth * kWidth;
-  Floats least = Floats::all(norms[0]), most = least;
-  unsigned ordered = 0xffff;  // not NaN, whose cosine is 0, whatever its sum
-  const auto extend = [&](Floats some) {
-    least = min(some, least), most = max(some, most);
-    ordered &= equal(some, some);
-  };
-  for (int64_t n = 0; n < whole; n += kWidth) extend(Floats::load(norms + n));
-  for (int64_t n = whole; n < count; ++n) extend(Floats::all(norms[n]));
-  const float lowest = ordered != 0xffff ? std::numeric_limits<float>::quiet_NaN() : smallest(least);
-  const float highest = -smallest(Floats::all(0) - most);
-  // Equal bins for all but the outermost, and some for those on either side, so that one outlier does not take the
-  // resolution from all others.
-  constexpr int64_t kSample = 1024, kOutermost = 4;
-  Key sample[kSample];
-  const int64_t sampled = std::min(count, kSample);
-  for (int64_t i = 0; i < sampled; ++i) sample[i] = Key{key_of(norms[i * count / sampled], 0)};
-  std::sort(sample, sample + sampled);
-  const float edges[] = {lowest, drq::cost_of(sample[std::min(kOutermost, sampled - 1)].bits),
-                         drq::cost_of(sample[std::max<int64_t>(sampled - 1 - kOutermost, 0)].bits), highest};
-  const int shares[] = {32, 192, 32};
-  float per_unit[3];  // bins
-  double starts[4] = {};
-  for (int i = 0; i < 3; ++i) {
-    const float width = edges[i + 1] - edges[i];
-    per_unit[i] = width > 0 ? shares[i] / width : 0;
-    starts[i + 1] = starts[i] + (per_unit[i] > 0 ? shares[i] : 0);
-  }
-  const auto places = [&](Floats norm) {
-    Floats place = Floats::all(0);
-    for (int i = 0; i < 3; ++i) {
-      const Floats from = Floats::all(edges[i]), to = Floats::all(edges[i + 1]);
-      place = place + (min(max(norm, from), to) - from) * Floats::all(per_unit[i]);
-    }
-    return place;
-  };
-  for (int64_t n = 0; n < whole; n += kWidth) places(Floats::load(norms + n)).store_bytes(out.bins + n);
-  for (int64_t n = whole; n < count; ++n) {
-    uint8_t copies[kWidth];
-    places(Floats::all(norms[n])).store_bytes(copies);
-    out.bins[n] = copies[0];
-  }
-  // The norm at a place. Places are off by less than a thousandth, and by what float32 cannot tell apart.
-  const auto norm_at = [&](double place, double rounding) {
-    int i = 0;
-    while (i < 2 && (place >= starts[i + 1] || per_unit[i] == 0)) ++i;
-    const double norm = per_unit[i] > 0 ? edges[i] + (place - starts[i]) / per_unit[i] : edges[i + (rounding > 0)];
-    const double there = norm + rounding * (std::fabs(edges[i]) + std::fabs(edges[i + 1]));
-    return static_cast<float>(std::fmin(std::fmax(there, lowest), highest));
-  };
-  for (int i = 0; i < 256; ++i) {
-    out.low[i] = i == 0 ? lowest : norm_at(i - 1e-3, -1e-6);
-    out.high[i] = i == 255 ? highest : norm_at(i + 1 + 1e-3, 1e-6);
-  }
-}
 
 void scan(const Part& part) { part.job.wide ? scan_part<uint16_t>(part) : scan_part<uint8_t>(part); }
 

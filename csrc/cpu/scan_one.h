@@ -1,6 +1,5 @@
 // One query against 64 codes at a time, with AVX-512: one table of 256 bytes, in four registers, serves all levels, and
-// one instruction weights the four levels of a dword and adds them up. Elsewhere one query is scanned by floats, which
-// is as fast there.
+// one instruction weights the four levels of a dword and adds them up. Elsewhere, see scan_few.h.
 #pragma once
 
 #include "cpu/scan.h"
