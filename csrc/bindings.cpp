@@ -39,6 +39,10 @@ struct Arguments {
   T* pointer(const char* name) const {
     return reinterpret_cast<T*>(given[name].cast<std::uintptr_t>());
   }
+  template <class T>
+  T* pointer_or_null(const char* name) const {
+    return given.contains(name) ? pointer<T>(name) : nullptr;
+  }
   float number(const char* name) const { return given[name].cast<float>(); }
   int64_t size(const char* name) const { return given[name].cast<int64_t>(); }
 };
@@ -64,25 +68,37 @@ drq::Encode encode_of(const Arguments& job) {
       job.size("beam"), job.size("wide") != 0};
 }
 
-drq::Loss loss_of(const Arguments& job) {
-  return {tile_of(job),
-          job.number("gamma"),
-          job.number("of_hard"),
-          job.number("of_soft"),
-          job.number("of_joint"),
-          job.size("gap") != 0,
-          job.pointer<float>("omega"),
-          job.pointer<int64_t>("codes"),
-          job.pointer<float>("squared_norms"),
-          job.pointer<float>("residuals"),
-          job.pointer<float>("soft"),
-          job.pointer<float>("product"),
-          job.pointer<float>("dscores"),
-          job.pointer<float>("dsquared_norms"),
-          job.pointer<float>("dgram"),
-          job.pointer<float>("ddiagonal"),
-          job.pointer<double>("dscale"),
-          job.pointer<double>("value")};
+drq::Training training_of(const Arguments& job) {
+  drq::Training out{};
+  out.tile = tile_of(job);
+  out.gamma = job.number("gamma");
+  out.codes = job.pointer<int64_t>("codes");
+  out.squared_norms = job.pointer<float>("squared_norms");
+  out.residuals = job.pointer<float>("residuals");
+  out.soft = job.pointer<float>("soft");
+  out.product = job.pointer_or_null<float>("product");
+  out.delta = job.pointer_or_null<float>("delta");
+  out.hard_errors = job.pointer_or_null<float>("hard_errors");
+  out.soft_errors = job.pointer_or_null<float>("soft_errors");
+  out.joint_errors = job.pointer_or_null<float>("joint_errors");
+  out.omega = job.pointer_or_null<float>("omega");
+  if (out.omega != nullptr) {
+    out.of_hard = job.number("of_hard");
+    out.of_soft = job.number("of_soft");
+    out.of_joint = job.number("of_joint");
+    out.gap = job.size("gap") != 0;
+  }
+  out.value = job.pointer_or_null<double>("value");
+  out.dhard = job.pointer_or_null<float>("dhard");
+  out.dsoft = job.pointer_or_null<float>("dsoft");
+  out.djoint = job.pointer_or_null<float>("djoint");
+  out.ddelta = job.pointer_or_null<float>("ddelta");
+  out.dscores = job.pointer_or_null<float>("dscores");
+  out.dsquared_norms = job.pointer_or_null<float>("dsquared_norms");
+  out.dgram = job.pointer_or_null<float>("dgram");
+  out.ddiagonal = job.pointer_or_null<float>("ddiagonal");
+  out.dscale = job.pointer_or_null<double>("dscale");
+  return out;
 }
 
 drq::Search search_of(const Arguments& job) {
@@ -180,9 +196,10 @@ PYBIND11_MODULE(_C, module) {
     return names;
   });
   def_kernel(module, "encode_cpu", encode_of, drq::encode_cpu);
-  def_kernel(module, "assign_cpu", loss_of, drq::assign_cpu);
-  def_kernel(module, "evaluate_cpu", loss_of, drq::evaluate_cpu);
-  def_kernel(module, "backward_cpu", loss_of, drq::backward_cpu);
+  def_kernel(module, "assign_cpu", training_of, drq::assign_cpu);
+  def_kernel(module, "evaluate_cpu", training_of, drq::evaluate_cpu);
+  def_kernel(module, "mix_cpu", training_of, drq::mix_cpu);
+  def_kernel(module, "backward_cpu", training_of, drq::backward_cpu);
 
 #ifdef DRQ_FAST_CUDA
   module.attr("cuda") = true;

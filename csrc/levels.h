@@ -28,32 +28,49 @@ struct Encode {
 };
 void encode_cpu(const Encode& job, int isa);
 
-// The loss and its gradients, in steps with a matrix product by the caller in between:
-//   assign    codes, residuals and, in `soft`, p_m - onehot(b_m); then the caller sets product = soft G
-//   evaluate  adds the loss of all rows to `value`
-//   backward  the same, and dscores, dsquared_norms, and added up over rows dgram, ddiagonal and dscale; it leaves in
-//             `soft` the sums Delta_m of scale[i] (p_i - onehot(b_i)) over i <= m, and in `product` those times the
-//             gradient of Delta_m G Delta_m^T; then the caller adds soft^T product to dgram
-struct Loss {
+// The errors after each level, or the approximations themselves, and their gradients, in steps with matrix products by
+// the caller in between:
+//   assign    codes, squared_norms, residuals and, in `soft`, p_m - onehot(b_m); then the caller sets product = soft G
+//   evaluate  the errors of all rows, and adds their loss to `value`
+//   mix       in `delta`, what soft and hard approximation differ by; product is not read
+//   backward  dscores, dsquared_norms, and added up over rows dgram, ddiagonal and dscale, from the gradients of
+//             - the errors, dhard, dsoft and djoint, or, where these are null, of the loss, which it adds to `value`;
+//             it
+//               leaves in `soft` the sums Delta_m of scale[i] (p_i - onehot(b_i)) over i <= m, and in `product` those
+//               times the gradient of Delta_m G Delta_m^T; then the caller adds soft^T product to dgram
+//             - or, where product is null, of Delta_{M-1} alone
+struct Training {
   Tile tile;
   float gamma;
+  int64_t* codes;        // [N, M]
+  float* squared_norms;  // [N]        ||x||^2
+  float* residuals;      // [N, M]     r_{m+1} = ||x - xhat_m||^2
+  float* soft;           // [N, M, P]
+  float* product;        // [N, M, P]
+  float* delta;          // [N, P]     Delta_{M-1}
+
+  float* hard_errors;   // [N, M]     ||x - xhat_m||; null where errors are not wanted
+  float* soft_errors;   // [N, M]     ||x - xsoft_m||
+  float* joint_errors;  // [N, M]     ||xsoft_m - xhat_m||^2
+
+  const float* omega;                // [M]        weights of the levels in E_h and E_s; null where there is no loss
   float of_hard, of_soft, of_joint;  // weights of E_h, E_s and E_j
   bool gap;                          // E_j = |E_h - E_s|, else ||xsoft - xhat||^2
-  const float* omega;                // [M]        weights of the levels in E_h and E_s
-  int64_t* codes;                    // [N, M]
-  float* squared_norms;              // [N]        ||x||^2
-  float* residuals;                  // [N, M]     r_{m+1} = ||x - xhat_m||^2
-  float* soft;                       // [N, M, P]
-  float* product;                    // [N, M, P]
-  float* dscores;                    // [N, P]
-  float* dsquared_norms;             // [N]
-  float* dgram;                      // [P, P]     added to
-  float* ddiagonal;                  // [P]        likewise; belongs on the diagonal of dgram
-  double* dscale;                    // [M]        likewise
-  double* value;                     // [1]        likewise
+  double* value;                     // [1]        added to
+
+  const float* dhard;     // [N, M]
+  const float* dsoft;     // [N, M]
+  const float* djoint;    // [N, M]
+  const float* ddelta;    // [N, P]
+  float* dscores;         // [N, P]     may be the scores
+  float* dsquared_norms;  // [N]
+  float* dgram;           // [P, P]     added to
+  float* ddiagonal;       // [P]        likewise; belongs on the diagonal of dgram
+  double* dscale;         // [M]        likewise
 };
-void assign_cpu(const Loss& job, int isa);
-void evaluate_cpu(const Loss& job, int isa);
-void backward_cpu(const Loss& job, int isa);
+void assign_cpu(const Training& job, int isa);
+void evaluate_cpu(const Training& job, int isa);
+void mix_cpu(const Training& job, int isa);
+void backward_cpu(const Training& job, int isa);
 
 }  // namespace drq

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ Result = TypeVar("Result")
 
 MAX_CODEWORDS = 8192  # up to which `encode` forms their inner products
 _TILE = 1 << 20  # floats of a tile that stays in cache
-_BLOCK = 1 << 22  # floats of scores that are kept at a time in training
 _MIN_ROWS = 64  # fewer are not worth a thread
 _QUERIES = 64  # that a scan takes at a time
 
@@ -159,7 +158,7 @@ def search(
             scan(_alone(prepare, in_pool), codes, scale, *results, metric, norms, keep, 1 if apart else threads)
 
     if apart:
-        _in_threads(work, len(query), _QUERIES)
+        in_threads(work, len(query), _QUERIES)
     else:
         work(0, slice(0, len(query)))
     if few is not None and len(few):
@@ -179,7 +178,7 @@ def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor
     gram = _gram(codebook)
     (N, M), K = codes.shape, len(codebook)
     inner = None if offset is None else 2 * (codebook @ offset.float())
-    norms = _floats(N)
+    norms = floats(N)
     extension.norms_cpu(
         gram=gram.data_ptr(),
         scale=scale.data_ptr(),
@@ -204,7 +203,7 @@ def _dense_rows(codes: Tensor) -> Tensor:
     return codes if codes.stride(1) == 1 or codes.shape[1] == 1 else codes.contiguous()
 
 
-class _Codec:
+class Codec:
     """A codec as the level kernels want it: K padded to P, a multiple of 16, in float32."""
 
     def __init__(self, codebook: Tensor, scale: Tensor) -> None:
@@ -225,7 +224,7 @@ class _Codec:
         return pointers | {"N": len(x), "K": self.K, "P": self.P, "D": self.D, "M": self.M}
 
 
-def _centred(x: Tensor, offset: Tensor | None) -> Tensor:
+def centred(x: Tensor, offset: Tensor | None) -> Tensor:
     """x [n, D] - offset, float32 and contiguous; x itself where it is that already."""
     return (x.float() if offset is None else x.float() - offset.float()).contiguous()
 
@@ -254,7 +253,7 @@ def _pool(threads: int) -> ThreadPoolExecutor:
         return _pools[threads]
 
 
-def _in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_ROWS) -> None:
+def in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_ROWS) -> None:
     """work(part, rows) for parts of 0..N, one per thread of torch and of at least so many rows, each in its own thread.
 
     Within them torch computes with one thread. So a tile stays in the cache of one core, and nobody has to wait for
@@ -303,17 +302,17 @@ def encode(
 ) -> Tensor:
     """`reference.encode` in float32 and score space: one product with the codebook, then additions only."""
     assert extension is not None
-    codec = _Codec(codebook, scale)
+    codec = Codec(codebook, scale)
     omega = torch.ones(codec.M, dtype=torch.float32) if level_weights is None else level_weights.float()
     still_to_come = reference.still_to_come(omega)
     codes = torch.empty(len(x), codec.M, dtype=torch.uint8 if codec.K <= 256 else torch.int32, device="cpu")
     native, isa, step = extension, instruction_set(), max(64, _TILE // max(codec.P, codec.D))
 
     def work(part: int, rows: slice) -> None:
-        scores = _floats(min(step, rows.stop - rows.start), codec.P)
+        scores = floats(min(step, rows.stop - rows.start), codec.P)
         for first in range(rows.start, rows.stop, step):
             here = slice(first, min(first + step, rows.stop))
-            tile = _centred(x[here], offset)
+            tile = centred(x[here], offset)
             torch.mm(tile, codec.codebook.T, out=scores[: len(tile)])
             native.encode_cpu(
                 isa=isa,
@@ -325,96 +324,8 @@ def encode(
                 **codec.told(tile, scores),
             )
 
-    _in_threads(work, len(x))
+    in_threads(work, len(x))
     return codes
-
-
-class LossGradients(NamedTuple):
-    """loss: a scalar; codes [N, M] int64; dx [N, D], dcodebook [K, D] and dscale [M], or None."""
-
-    loss: Tensor
-    codes: Tensor
-    dx: Tensor | None = None
-    dcodebook: Tensor | None = None
-    dscale: Tensor | None = None
-
-
-class _LossSums:
-    """What one thread adds up: the loss, and the gradients that all rows share."""
-
-    def __init__(self, codec: _Codec) -> None:
-        self.value = torch.zeros((), dtype=torch.float64, device="cpu")
-        self.dscale = torch.zeros(codec.M, dtype=torch.float64, device="cpu")
-        self.dgram = _floats(codec.P, codec.P).zero_()
-        self.ddiagonal = _floats(codec.P).zero_()
-
-
-def loss(
-    x: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    *,
-    gamma: float,
-    offset: Tensor | None,
-    weights: tuple[float, float, float],
-    omega: Tensor,
-    joint: str,
-    gradients: bool,
-) -> LossGradients:
-    """`reference.loss` and, in the same pass over x, its gradients: three products of N K D and 2 M of N K K.
-
-    The loss is a scalar, so its gradients can be formed while a tile is in cache: nothing of size N K M is ever stored,
-    and no more than a block of N K.
-    """
-    assert extension is not None
-    native, isa, codec = extension, instruction_set(), _Codec(codebook, scale)
-    codes = torch.empty(len(x), codec.M, dtype=torch.int64, device="cpu")
-    dx = _floats(len(x), codec.D) if gradients else None
-    sums = [_LossSums(codec) for _ in range(torch.get_num_threads())]
-    step = max(16, _TILE // (codec.P * (2 * codec.M + 1)))
-    of_hard, of_soft, of_joint = (weight / max(len(x), 1) for weight in weights)
-    settings = {"of_hard": of_hard, "of_soft": of_soft, "of_joint": of_joint, "gap": joint == "gap", "gamma": gamma}
-
-    def levels(tile: Tensor, scores: Tensor, dnorms: Tensor, codes_here: Tensor, part: int, rows: slice) -> None:
-        """All that lies between S and dS, for some rows of a block, a few at a time; dS replaces S."""
-        M, P, total = codec.M, codec.P, sums[part]
-        height = min(step, rows.stop - rows.start)
-        soft, product = _floats(height * M, P), _floats(height * M, P)
-        buffers = {"soft": soft, "product": product, "residuals": _floats(height, M), "squared_norms": _floats(height)}
-        buffers |= {name: getattr(total, name) for name in ("value", "dscale", "dgram", "ddiagonal")}
-        job = {name: buffer.data_ptr() for name, buffer in (buffers | {"omega": omega}).items()}
-        for first in range(rows.start, rows.stop, step):
-            here = slice(first, min(first + step, rows.stop))
-            N = here.stop - here.start
-            job |= codec.told(tile[here], scores[here]) | {"codes": codes_here[here].data_ptr()}
-            job |= {"dscores": scores[here].data_ptr(), "dsquared_norms": dnorms[here].data_ptr()}
-            native.assign_cpu(isa=isa, **settings, **job)
-            torch.mm(soft[: N * M], codec.gram, out=product[: N * M])
-            if gradients:
-                native.backward_cpu(isa=isa, **settings, **job)
-                total.dgram.addmm_(soft[: N * M].T, product[: N * M])
-            else:
-                native.evaluate_cpu(isa=isa, **settings, **job)
-
-    block = max(step, _BLOCK // codec.P)
-    scores, dnorms = _floats(min(block, len(x)), codec.P), _floats(min(block, len(x)))
-    dcodebook = _floats(codec.P, codec.D).zero_()
-    for first in range(0, len(x), block):
-        here = slice(first, min(first + block, len(x)))
-        tile = _centred(x[here], offset)
-        S, dn = scores[: len(tile)], dnorms[: len(tile)]
-        torch.mm(tile, codec.codebook.T, out=S)
-        _in_threads(functools.partial(levels, tile, S, dn, codes[here]), len(tile))
-        if dx is not None:
-            torch.mm(S, codec.codebook, out=dx[here]).addcmul_(tile, dn[:, None], value=2)
-            dcodebook.addmm_(S.T, tile)
-    value = torch.stack([part.value for part in sums]).sum().float()
-    if dx is None:
-        return LossGradients(value, codes)
-    dgram = torch.stack([part.dgram + part.ddiagonal.diag() for part in sums]).sum(dim=0)
-    dcodebook.addmm_(dgram + dgram.T, codec.codebook)
-    dscale = torch.stack([part.dscale for part in sums]).sum(dim=0).float()
-    return LossGradients(value, codes, dx, dcodebook[: codec.K], dscale)
 
 
 def instruction_set() -> str:
@@ -432,7 +343,7 @@ def _supported_isas() -> tuple[str, ...]:
     return tuple(extension.supported_isas())
 
 
-def _floats(*shape: int) -> Tensor:
+def floats(*shape: int) -> Tensor:
     """Uninitialised float32 on the CPU, whatever torch's defaults are."""
     return torch.empty(shape, dtype=torch.float32, device="cpu")
 

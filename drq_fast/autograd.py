@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _native, reference
+from . import _native, _training, reference
 
 
 class QuantizationLoss(torch.autograd.Function):
@@ -29,10 +29,9 @@ class QuantizationLoss(torch.autograd.Function):
         """(loss, codes [N, M] int64)."""
         ctx.save_for_backward(x, codebook, scale, offset, omega)
         ctx.settings = {"gamma": gamma, "weights": weights, "joint": joint, "gradients": any(ctx.needs_input_grad[:4])}
-        result = _native.loss(x, codebook, scale, offset=offset, omega=omega, **ctx.settings)
-        ctx.mark_non_differentiable(result.codes)
-        ctx.gradients = (result.dx, result.dcodebook, result.dscale)
-        return result.loss, result.codes
+        value, codes, ctx.gradients = _training.loss(x, codebook, scale, offset=offset, omega=omega, **ctx.settings)
+        ctx.mark_non_differentiable(codes)
+        return value, codes
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -41,11 +40,72 @@ class QuantizationLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         x, codebook, scale, offset, omega = ctx.saved_tensors
         if gradients is None:
-            gradients = _native.loss(x, codebook, scale, offset=offset, omega=omega, **ctx.settings)[2:]
+            gradients = _training.loss(x, codebook, scale, offset=offset, omega=omega, **ctx.settings)[2]
+            assert gradients is not None
         if dloss != 1:
             for gradient in gradients:
                 gradient.mul_(dloss)
         return *_like_inputs(gradients, x, codebook, scale, offset), *[None] * 4
+
+
+class NativeDistortion(torch.autograd.Function):
+    """`reference.distortion` by the native kernels, which go through the levels again for the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, gamma: float
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(hard, soft, joint, codes int64), [N, M] each."""
+        ctx.gamma = gamma
+        keep = any(ctx.needs_input_grad)
+        errors, scores = _training.distortion(x, codebook, scale, gamma=gamma, offset=offset, keep=keep)
+        ctx.save_for_backward(x, codebook, scale, offset, scores)
+        ctx.mark_non_differentiable(errors.codes)
+        return errors.hard, errors.soft, errors.joint, errors.codes
+
+    @staticmethod
+    def backward(ctx: Any, dhard: Tensor, dsoft: Tensor, djoint: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, codebook, scale and offset."""
+        _refuse_second_derivatives("distortion", "native")
+        x, codebook, scale, offset, scores = ctx.saved_tensors
+        kept, upstream = {"gamma": ctx.gamma, "offset": offset, "scores": scores}, (dhard, dsoft, djoint)
+        with torch.autocast("cpu", enabled=False):
+            gradients = _training.distortion_backward(x, codebook, scale, **kept, upstream=upstream)
+        return *_like_inputs(gradients, x, codebook, scale, offset), None
+
+
+class NativeQuantize(torch.autograd.Function):
+    """`reference.quantize` by the native kernels, which go through the levels again for the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, gamma: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """(soft [N, D], hard [N, D], codes [N, M] int64)."""
+        ctx.gamma = gamma
+        keep = any(ctx.needs_input_grad)
+        found, scores = _training.quantize(x, codebook, scale, gamma=gamma, offset=offset, keep=keep)
+        ctx.save_for_backward(x, codebook, scale, offset, scores)
+        ctx.mark_non_differentiable(found.codes)
+        ctx.set_materialize_grads(False)
+        return found.soft, found.hard, found.codes
+
+    @staticmethod
+    def backward(ctx: Any, dsoft: Tensor | None, dhard: Tensor | None, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, codebook, scale and offset."""
+        _refuse_second_derivatives("quantize", "native")
+        x, codebook, scale, offset, scores = ctx.saved_tensors
+        kept = {"gamma": ctx.gamma, "offset": offset, "scores": scores}
+        dsoft = torch.zeros_like(x) if dsoft is None else dsoft
+        with torch.autocast("cpu", enabled=False):
+            gradients = _training.quantize_backward(x, codebook, scale, **kept, dsoft=dsoft, dhard=dhard)
+        others = _like_inputs(gradients, x, codebook, scale, None)[:3]
+        if offset is None:
+            return *others, None, None
+        doffset = dsoft.sum(dim=0, dtype=torch.float32) - gradients.dx.sum(dim=0)  # it is added to both results, too
+        if dhard is not None:
+            doffset += dhard.sum(dim=0, dtype=torch.float32)
+        return *others, doffset.to(offset.dtype), None
 
 
 class Lookup(torch.autograd.Function):

@@ -19,7 +19,9 @@ OPERATIONS = ("quantize", "distortion", "loss", "encode", "decode", "adc", "sear
 
 # (operation, device type) -> the backends that implement it beside "torch", the fastest first.
 FASTER: dict[tuple[str, str], tuple[str, ...]] = {
+    ("quantize", "cpu"): ("native",),
     ("quantize", "cuda"): ("triton",),
+    ("distortion", "cpu"): ("native",),
     ("distortion", "cuda"): ("triton",),
     ("loss", "cpu"): ("native",),
     ("loss", "cuda"): ("triton",),

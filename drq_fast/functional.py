@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import _native, checks, reference
 from . import backend as _backend
-from .autograd import QuantizationLoss, TritonDistortion, TritonQuantize, lookup
+from .autograd import NativeDistortion, NativeQuantize, QuantizationLoss, TritonDistortion, TritonQuantize, lookup
 from .reference import Distortion, Loss, Quantized, SearchResult
 
 __all__ = [
@@ -50,9 +50,10 @@ def quantize(
     checks.vectors("quantize", "x", x, D, codebook.device)
     checks.gamma("quantize", gamma)
     unsupported = _unsupported_training(K, gamma, x, codebook, scale, offset)
-    if _backend.choose("quantize", x.device, backend, unsupported) == "triton":
-        return _triton_quantize(x, codebook, scale, gamma=gamma, offset=offset)
-    return reference.quantize(x, codebook, scale, gamma=gamma, offset=offset)
+    taken = _backend.choose("quantize", x.device, backend, unsupported)
+    compute: Callable[..., Quantized] = reference.quantize
+    compute = {"native": _native_quantize, "triton": _triton_quantize}.get(taken, compute)
+    return compute(x, codebook, scale, gamma=gamma, offset=offset)
 
 
 def distortion(
@@ -74,8 +75,9 @@ def distortion(
     checks.vectors("distortion", "x", x, D, codebook.device)
     checks.gamma("distortion", gamma)
     unsupported = _unsupported_training(K, gamma, x, codebook, scale, offset)
-    triton = _backend.choose("distortion", x.device, backend, unsupported) == "triton"
-    compute = _triton_distortion if triton else reference.distortion
+    taken = _backend.choose("distortion", x.device, backend, unsupported)
+    compute: Callable[..., Distortion] = reference.distortion
+    compute = {"native": _native_distortion, "triton": _triton_distortion}.get(taken, compute)
     return compute(x, codebook, scale, gamma=gamma, offset=offset)
 
 
@@ -304,6 +306,20 @@ def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor
         if small and codebook.device.type == "cpu" and _native.extension and not _unsupported_at_all(*parts):
             return _native.squared_norms(codes, codebook, scale, offset)
         return reference.squared_norms(two_bytes(codes), codebook, scale, offset)
+
+
+def _native_distortion(
+    x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None
+) -> Distortion:
+    with torch.autocast(x.device.type, enabled=False):
+        return Distortion(*NativeDistortion.apply(x, codebook, scale, offset, float(gamma)))
+
+
+def _native_quantize(
+    x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None
+) -> Quantized:
+    with torch.autocast(x.device.type, enabled=False):
+        return Quantized(*NativeQuantize.apply(x, codebook, scale, offset, float(gamma)))
 
 
 def _triton_encode(

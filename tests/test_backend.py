@@ -19,12 +19,12 @@ needs_native = pytest.mark.skipif(_native.extension is None, reason="the extensi
 
 
 def test_explicit_choice_works_or_raises(monkeypatch):
-    assert backend.choose("quantize", CPU) == "torch"
+    assert backend.choose("decode", CPU) == "torch"
     assert backend.choose("adc", CPU, "torch") == "torch"
     with pytest.raises(
-        BackendUnavailable, match=r"^quantize: backend 'native' cannot be used on cpu: it has no quantize for cpu\.$"
+        BackendUnavailable, match=r"^decode: backend 'native' cannot be used on cpu: it has no decode for cpu\.$"
     ):
-        backend.choose("quantize", CPU, "native")
+        backend.choose("decode", CPU, "native")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(BackendUnavailable, match="it has no decode for cpu"):
         backend.choose("decode", CPU, "triton")
@@ -113,8 +113,8 @@ def test_info_tells_what_the_environment_forces(monkeypatch):
     assert cpu("search") == {"operation": "search", "backend": "torch", "why not": "DRQ_FAST_BACKEND=torch"}
     monkeypatch.setenv("DRQ_FAST_BACKEND", "native")
     assert cpu("search")["backend"] == "native"
-    assert cpu("quantize")["backend"] == "none"
-    assert "it has no quantize for cpu" in cpu("quantize")["why not"]
+    assert cpu("decode")["backend"] == "none"
+    assert "it has no decode for cpu" in cpu("decode")["why not"]
     monkeypatch.setenv("DRQ_FAST_BACKEND", "foo")
     assert cpu("search")["backend"] == "none"
     assert "DRQ_FAST_BACKEND must be one of" in cpu("search")["why not"]

@@ -15,6 +15,7 @@ FLOORS = [
     ["checks", "modes", "_C"],
     ["reference", "kernels", "files"],
     ["_native"],
+    ["_training"],
     ["backend", "autograd"],
     ["functional", "codes"],
     ["fit"],

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from drq_fast import BackendUnavailable, RecurrentQuantizer, _native, functional, reference
+from drq_fast import BackendUnavailable, RecurrentQuantizer, _native, _training, functional, reference
 
 needs_native = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
 ISAS = [] if _native.extension is None else _native.extension.supported_isas()
@@ -204,7 +204,7 @@ def test_refuses_what_it_cannot_do(codec):
 def test_tiles_change_nothing(codec, monkeypatch):
     inputs = codec(N=500, D=16, K=32, M=4)
     whole = gradients(inputs, "native", gamma=1.0)
-    monkeypatch.setattr(_native, "_TILE", 32 * 9 * 60)
+    monkeypatch.setattr(_training, "_TILE", 32 * 9 * 60)
     parts = gradients(inputs, "native", gamma=1.0)
     assert torch.equal(whole[1], parts[1])
     for a, b in zip(whole[2], parts[2], strict=True):

@@ -5,9 +5,10 @@
 namespace drq {
 
 DRQ_DECLARE_COPIES(void, encode, const Encode& job)
-DRQ_DECLARE_COPIES(void, assign, const Loss& job)
-DRQ_DECLARE_COPIES(void, evaluate, const Loss& job)
-DRQ_DECLARE_COPIES(void, backward, const Loss& job)
+DRQ_DECLARE_COPIES(void, assign, const Training& job)
+DRQ_DECLARE_COPIES(void, evaluate, const Training& job)
+DRQ_DECLARE_COPIES(void, mix, const Training& job)
+DRQ_DECLARE_COPIES(void, backward, const Training& job)
 
 bool isa_supported(int isa) {
 #ifdef DRQ_SIMDE
@@ -24,8 +25,9 @@ bool isa_supported(int isa) {
 }
 
 void encode_cpu(const Encode& job, int isa) { DRQ_CHOOSE_COPY(encode, isa)(job); }
-void assign_cpu(const Loss& job, int isa) { DRQ_CHOOSE_COPY(assign, isa)(job); }
-void evaluate_cpu(const Loss& job, int isa) { DRQ_CHOOSE_COPY(evaluate, isa)(job); }
-void backward_cpu(const Loss& job, int isa) { DRQ_CHOOSE_COPY(backward, isa)(job); }
+void assign_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(assign, isa)(job); }
+void evaluate_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(evaluate, isa)(job); }
+void mix_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(mix, isa)(job); }
+void backward_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(backward, isa)(job); }
 
 }  // namespace drq

@@ -1,4 +1,4 @@
-// Encoding and the loss by every instruction set, on random cases: the same bits as the portable code.
+// Encoding and training by every instruction set, on random cases: the same bits as the portable code.
 // levels_test FIRST_SEED COUNT.
 #include "levels.h"
 
@@ -37,13 +37,15 @@ bool same(const std::vector<T>& a, const std::vector<T>& b) {
 // Which part of two results differs, or null.
 const char* difference(const Result& a, const Result& b) {
   if (!same(a.codes8, b.codes8) || !same(a.codes32, b.codes32)) return "codes";
-  if (!same(a.codes64, b.codes64)) return "codes of the loss";
-  const char* const names[] = {"squared_norms", "residuals", "soft",  "product",
-                               "dscores",       "dnorms",    "dgram", "ddiagonal"};
+  if (!same(a.codes64, b.codes64)) return "codes of training";
+  const char* const names[] = {"squared_norms", "residuals", "soft",        "product",     "dscores",      "dnorms",
+                               "dgram",         "ddiagonal", "hard errors", "soft errors", "joint errors", "delta"};
   for (size_t i = 0; i < a.floats.size(); ++i)
     if (!same(a.floats[i], b.floats[i])) return names[i];
   return same(a.doubles, b.doubles) ? nullptr : "dscale or the loss";
 }
+
+constexpr int64_t kLoss = 0, kErrors = 1, kDelta = 2;
 
 // A codec and some vectors, padded as levels.h asks for.
 struct Case {
@@ -64,6 +66,8 @@ struct Case {
     for (int64_t m = 0; m < M; ++m) omega.push_back(random.uniform() + 0.1f);
     still_to_come = omega;
     for (int64_t m = M - 1; m-- > 0;) still_to_come[m] += still_to_come[m + 1];
+    of = random.one_of({kLoss, kErrors, kDelta});
+    for (int64_t i = 0; i < std::max(3 * N * M, N * P); ++i) upstream.push_back(random.normal());
   }
 
   void fill() {
@@ -89,15 +93,16 @@ struct Case {
   Result by(int isa) const {
     Result result;
     encode(isa, result);
-    loss(isa, result);
+    training(isa, result);
     return result;
   }
 
   Random random;
   int64_t N, D, K, M, P, beam;
   bool wide, gap;
+  int64_t of;  // what gradients are given of
   float gamma;
-  std::vector<float> x, codebook, scale, scores, gram, diagonal, bias, omega, still_to_come;
+  std::vector<float> x, codebook, scale, scores, gram, diagonal, bias, omega, still_to_come, upstream;
 
  private:
   void encode(int isa, Result& result) const {
@@ -110,22 +115,31 @@ struct Case {
     drq::encode_cpu(job, isa);
   }
 
-  void loss(int isa, Result& result) const {
+  void training(int isa, Result& result) const {
     result.codes64.assign(N * M, 77);
     result.doubles.assign(M + 1, 0);
-    for (const int64_t size : {N, N * M, N * M * P, N * M * P, N * P, N, P * P, P}) result.floats.emplace_back(size);
+    for (const int64_t size : {N, N * M, N * M * P, N * M * P, N * P, N, P * P, P, N * M, N * M, N * M, N * P})
+      result.floats.emplace_back(size);
     auto& floats = result.floats;
-    drq::Loss job{};
-    job.tile = tile(), job.gamma = gamma, job.gap = gap, job.omega = omega.data();
-    job.of_hard = 1, job.of_soft = 0.5f, job.of_joint = 0.25f;
-    job.codes = result.codes64.data(), job.dscale = result.doubles.data(), job.value = &result.doubles[M];
+    drq::Training job{};
+    job.tile = tile(), job.gamma = gamma, job.codes = result.codes64.data();
     job.squared_norms = floats[0].data(), job.residuals = floats[1].data(), job.soft = floats[2].data();
     job.product = floats[3].data(), job.dscores = floats[4].data(), job.dsquared_norms = floats[5].data();
-    job.dgram = floats[6].data(), job.ddiagonal = floats[7].data();
+    job.dgram = floats[6].data(), job.ddiagonal = floats[7].data(), job.dscale = result.doubles.data();
+    job.hard_errors = floats[8].data(), job.soft_errors = floats[9].data(), job.joint_errors = floats[10].data();
+    job.delta = floats[11].data();
+    if (of == kLoss) {
+      job.omega = omega.data(), job.of_hard = 1, job.of_soft = 0.5f, job.of_joint = 0.25f;
+      job.gap = gap, job.value = &result.doubles[M];
+    }
+    job.dhard = upstream.data(), job.dsoft = job.dhard + N * M, job.djoint = job.dsoft + N * M;
+    job.ddelta = upstream.data();
     drq::assign_cpu(job, isa);
+    drq::mix_cpu(job, isa);
     for (int64_t row = 0; row < N * M; ++row)
       for (int64_t k = 0; k < P; ++k) floats[3][row * P + k] = dot(&floats[2][row * P], &gram[k * P], P);
     drq::evaluate_cpu(job, isa);
+    if (of == kDelta) job.product = nullptr;
     drq::backward_cpu(job, isa);
   }
 };
