@@ -1,5 +1,8 @@
 // The only file that knows Python. Pointers arrive as integers from drq_fast/_native.py, which has checked them.
 #include <pybind11/pybind11.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #include <cstdint>
 #include <stdexcept>
@@ -141,6 +144,15 @@ int index_of(const std::string& isa) {
   throw std::runtime_error("this machine has no instruction set " + isa);
 }
 
+// Asks for large pages where whole ones fit: memory that is new then costs a fault per 2 MiB, not per 4 KiB.
+void large_pages([[maybe_unused]] std::uintptr_t memory, [[maybe_unused]] int64_t bytes) {
+#ifdef __linux__
+  constexpr std::uintptr_t kPage = 1 << 21;
+  const std::uintptr_t begin = (memory + kPage - 1) / kPage * kPage, end = (memory + bytes) / kPage * kPage;
+  if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only advice: may fail
+#endif
+}
+
 template <class Job>
 void def_kernel(py::module_& module, const char* name, Job (*job_of)(const Arguments&),
                 void (*kernel)(const Job&, int)) {
@@ -189,6 +201,7 @@ PYBIND11_MODULE(_C, module) {
       },
       py::arg("threads"));
 
+  module.def("large_pages", &large_pages, py::arg("memory"), py::arg("bytes"));
   module.def("supported_isas", [] {
     py::list names;
     for (int isa = 0; isa < drq::kIsaCount; ++isa)

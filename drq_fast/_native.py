@@ -211,8 +211,10 @@ class Codec:
         self.P = -(-self.K // 16) * 16
         self.M = len(scale)
         self.scale = scale.float().contiguous()
-        self.codebook = torch.nn.functional.pad(codebook.float(), (0, 0, 0, self.P - self.K)).contiguous()
-        self.gram = _gram(self.codebook)
+        self.codebook = codebook.float().contiguous()
+        if self.P > self.K:
+            self.codebook = torch.nn.functional.pad(self.codebook, (0, 0, 0, self.P - self.K))
+        self.gram = _gram_in_threads(self.codebook)
         self.diagonal = self.gram.diagonal().contiguous()
         self.bias = (self.scale * self.scale)[:, None] * self.diagonal
         self.bias[:, self.K :] = float("inf")
@@ -273,6 +275,20 @@ def in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_ROW
 def _gram(codebook: Tensor) -> Tensor:
     """C C^T; where it is small, not by threads of torch's, which a forked process does not have."""
     return _alone(lambda: codebook @ codebook.T, codebook.device.type == "cpu" and len(codebook) ** 2 <= _TINY)
+
+
+def _gram_in_threads(codebook: Tensor) -> Tensor:
+    """The same, for which threads of ours share out the rows where that pays."""
+    K, D = codebook.shape
+    if K * K > _TINY or K * K * D < _PRODUCT or K < 2 * _MIN_ROWS:
+        return _gram(codebook)
+    gram = floats(K, K)
+
+    def work(_: int, rows: slice) -> None:
+        torch.mm(codebook[rows], codebook.T, out=gram[rows])
+
+    in_threads(work, K)
+    return gram
 
 
 def _alone(compute: Callable[[], Result], in_pool: bool) -> Result:

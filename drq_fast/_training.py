@@ -1,7 +1,8 @@
-"""Training on the CPU by native code: the loss, the errors after each level, the approximations, and their gradients.
+"""Training on the CPU by native code: loss, errors after each level, both approximations, and all their gradients.
 
-x [N, D] goes by in blocks of rows. Products with the codebook are torch's; all that lies between the scores S = x C^T
-and their gradient runs in threads, a few rows at a time, so that nothing of size N K M or N D M is ever stored.
+Threads share out the rows of x [N, D] and take a few at a time, from the scores S = x C^T to their gradients and dx,
+with torch's products in between; then they share out the columns of C for its gradient. Nothing of size N K M or N D M
+is ever stored.
 """
 
 from __future__ import annotations
@@ -16,8 +17,7 @@ from . import _native, reference
 from ._native import Codec, centred, floats, in_threads
 
 _TILE = 1 << 20  # floats of a few rows that stay in cache
-_BLOCK = 1 << 22  # floats of scores in a block
-_COPY = 1 << 21  # floats of x in a block, where they have to be copied
+_BLOCK = 1 << 22  # floats of dS that are kept until they go into the codebook's gradient
 
 
 class Gradients(NamedTuple):
@@ -28,19 +28,16 @@ class Gradients(NamedTuple):
     dscale: Tensor
 
 
-class _Block(NamedTuple):
-    here: slice  # its rows of x
+class _Few(NamedTuple):
+    """A few rows whose codes have been chosen."""
+
+    rows: slice  # of x
+    part: int  # the thread
     x: Tensor  # [n, D], centred
     scores: Tensor  # [n, P]
-
-
-class _Few(NamedTuple):
-    """A few rows of a block, n with codes: soft [n * M, P] has p - onehot, product [n * M, P] is free."""
-
+    soft: Tensor  # [n * M, P], p - onehot
+    product: Tensor  # [n * M, P], that times G, if errors are wanted
     job: dict[str, Any]  # what the kernels are told
-    soft: Tensor
-    product: Tensor
-    part: int  # the thread
 
 
 class _Levels:
@@ -52,44 +49,53 @@ class _Levels:
         self.settings = {"isa": _native.instruction_set(), **settings}
         self.codes = torch.empty(len(x), len(scale), dtype=torch.int64, device="cpu")
 
-    def blocks(self, scores: Tensor | None = None, known: bool = False) -> Iterator[_Block]:
-        """x by blocks. Their scores are filled into [N, P], or known already, or in memory that is used again."""
+    def blocks(self) -> Iterator[slice]:
+        """All rows, so many at a time that their scores may be kept."""
         step = max(16, _BLOCK // self.codec.P)
-        if self.offset is not None or self.x.dtype != torch.float32 or not self.x.is_contiguous():
-            step = max(16, min(step, _COPY // self.codec.D))
-        memory = floats(min(step, len(self.x)), self.codec.P) if scores is None else scores
-        for first in range(0, len(self.x), step):
-            here = slice(first, min(first + step, len(self.x)))
-            x = centred(self.x[here], self.offset)
-            S = memory[: len(x)] if scores is None else scores[here]
-            yield _Block(here, x, S if known else torch.mm(x, self.codec.codebook.T, out=S))
+        return (slice(first, min(first + step, len(self.x))) for first in range(0, len(self.x), step))
 
     def each(
-        self, block: _Block, columns: dict[str, Tensor], then: Callable[[_Few], None], errors: bool = True
+        self,
+        block: slice,
+        then: Callable[[_Few], None],
+        *,
+        errors: bool = True,
+        scores: Tensor | None = None,
+        known: bool = False,
     ) -> None:
-        """then(a few rows), in threads, for all rows of a block; without `errors` they have no product.
+        """then(a few rows), in threads, until all rows of the block have had their turn.
 
-        columns [n, ...]: what the kernels are told of each row beside x, its scores and codes.
+        scores [rows of the block, P] are filled in, if not known already; without them a thread uses its own memory.
         """
-        M, P = self.codec.M, self.codec.P
-        columns = columns | {"codes": self.codes[block.here]}
+        codec, M, P = self.codec, self.codec.M, self.codec.P
+        step = max(16, _TILE // max(codec.D, P * (2 * M + 1)))
 
-        def work(part: int, rows: slice) -> None:
-            step = max(16, _TILE // (P * (2 * M + 1)))
-            height = min(step, rows.stop - rows.start)
+        def work(part: int, share: slice) -> None:
+            height = min(step, share.stop - share.start)
+            own = floats(height if scores is None else 0, P)
             soft, product = floats(height * M, P), floats(height * M if errors else 0, P)
-            buffers = {"soft": soft, "residuals": floats(height, M), "squared_norms": floats(height)}
-            buffers |= {"product": product} if errors else {}
-            for first in range(rows.start, rows.stop, step):
-                here = slice(first, min(first + step, rows.stop))
-                n = here.stop - here.start
-                told = {name: column[here].data_ptr() for name, column in columns.items()}
-                told |= {name: buffer.data_ptr() for name, buffer in buffers.items()}
-                job = self.settings | told | self.codec.told(block.x[here], block.scores[here])
+            buffers = _pointers(soft=soft, residuals=(r := floats(height, M)), squared_norms=(n := floats(height)))
+            for first in range(share.start, share.stop, step):
+                here = slice(first, min(first + step, share.stop))
+                rows = slice(block.start + here.start, block.start + here.stop)
+                x = centred(self.x[rows], self.offset)
+                S = own[: len(x)] if scores is None else scores[here]
+                if not known:
+                    torch.mm(x, codec.codebook.T, out=S)
+                lines = len(x) * M
+                job = self.settings | buffers | codec.told(x, S) | _pointers(codes=self.codes[rows])
                 self.native.assign_cpu(**job)
-                then(_Few(job, soft[: n * M], product[: n * M], part))
+                if errors:
+                    torch.mm(soft[:lines], codec.gram, out=product[:lines])
+                    job |= _pointers(product=product)
+                then(_Few(rows, part, x, S, soft[:lines], product[:lines], job))
+            del r, n  # the kernels wrote to them
 
-        in_threads(work, len(block.x))
+        in_threads(work, block.stop - block.start)
+
+
+def _pointers(**tensors: Tensor) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 class _Sums:
@@ -100,42 +106,47 @@ class _Sums:
         self.dscale = torch.zeros(codec.M, dtype=torch.float64, device="cpu")
         self.dgram = floats(codec.P, codec.P).zero_()
         self.ddiagonal = floats(codec.P).zero_()
-        self.told = {name: getattr(self, name).data_ptr() for name in ("value", "dscale", "dgram", "ddiagonal")}
 
 
 class _Totals:
     """The gradients of x [N, D], codebook and scale, added up by blocks and threads, always in the same order."""
 
     def __init__(self, levels: _Levels) -> None:
-        self.levels = levels
-        codec = levels.codec
-        self.sums = [_Sums(codec) for _ in range(torch.get_num_threads())]
-        self.dx = floats(len(levels.x), codec.D)
-        self.dcodebook = floats(codec.P, codec.D).zero_()
-        self.dscale = torch.zeros(codec.M, dtype=torch.float64, device="cpu")
+        self.levels, self.codec = levels, levels.codec
+        self.sums = [_Sums(self.codec) for _ in range(torch.get_num_threads())]
+        self.dx = floats(len(levels.x), self.codec.D)
+        levels.native.large_pages(self.dx.data_ptr(), self.dx.nbytes)
+        self.dcodebook = floats(self.codec.P, self.codec.D).zero_()
+        self.dscale = torch.zeros(self.codec.M, dtype=torch.float64, device="cpu")
 
-    def of_errors(self, few: _Few) -> None:
-        """From the gradients of the errors, or of the loss."""
-        torch.mm(few.soft, self.levels.codec.gram, out=few.product)
-        self.of_delta(few)
-        self.sums[few.part].dgram.addmm_(few.soft.T, few.product)
+    def add(self, few: _Few, dscores: Tensor, **upstream: Tensor) -> None:
+        """All that a few rows give but the share of dscores [n, P], filled in here, in the codebook's gradient."""
+        sums, dnorms = self.sums[few.part], floats(len(few.x))
+        told = _pointers(value=sums.value, dscale=sums.dscale, dgram=sums.dgram, ddiagonal=sums.ddiagonal)
+        told |= _pointers(dscores=dscores, dsquared_norms=dnorms, **upstream)
+        self.levels.native.backward_cpu(**few.job, **told)
+        sums.dgram.addmm_(few.soft[: len(few.product)].T, few.product)
+        dx = torch.mm(dscores, self.codec.codebook, out=self.dx[few.rows])
+        dx.addcmul_(few.x, dnorms[:, None], value=2)
 
-    def of_delta(self, few: _Few) -> None:
-        """From the gradients of what soft and hard approximation differ by."""
-        self.levels.native.backward_cpu(**few.job, **self.sums[few.part].told)
+    def to_codebook(self, weights: Tensor, vectors: Tensor, offset: Tensor | None = None) -> None:
+        """Adds weights [n, P]^T (vectors [n, D] - offset)."""
+        step = max(16, _TILE // self.codec.D)
 
-    def add(self, block: _Block, dscores: Tensor, dnorms: Tensor) -> None:
-        """From the gradients of scores [n, P] and squared norms [n]."""
-        dx = torch.mm(dscores, self.levels.codec.codebook, out=self.dx[block.here])
-        dx.addcmul_(block.x, dnorms[:, None], value=2)
-        self.dcodebook.addmm_(dscores.T, block.x)
+        def work(_: int, columns: slice) -> None:
+            total, shift = self.dcodebook[:, columns], None if offset is None else offset[columns]
+            plain = shift is None and vectors.dtype == torch.float32
+            for left, right in zip(*(t.split(len(t) if plain else step) for t in (weights, vectors)), strict=True):
+                total.addmm_(left.T, right[:, columns] if plain else centred(right[:, columns], shift))
+
+        in_threads(work, self.codec.D)
 
     def gradients(self) -> Gradients:
-        """All of them, once every block has been added."""
+        """All of them, once every row has been added."""
         dgram = torch.stack([part.dgram + part.ddiagonal.diag() for part in self.sums]).sum(dim=0)
-        self.dcodebook.addmm_(dgram + dgram.T, self.levels.codec.codebook)
+        self.to_codebook(dgram + dgram.T, self.codec.codebook)
         dscale = torch.stack([self.dscale, *(part.dscale for part in self.sums)]).sum(dim=0)
-        return Gradients(self.dx, self.dcodebook[: self.levels.codec.K], dscale.float())
+        return Gradients(self.dx, self.dcodebook[: self.codec.K], dscale.float())
 
 
 def loss(
@@ -157,22 +168,17 @@ def loss(
     of_hard, of_soft, of_joint = (weight / max(len(x), 1) for weight in weights)
     settings = {"of_hard": of_hard, "of_soft": of_soft, "of_joint": of_joint, "gap": joint == "gap"}
     levels = _Levels(x, codebook, scale, offset, gamma=gamma, omega=omega.data_ptr(), **settings)
-    totals = _Totals(levels) if gradients else None
-    values = torch.zeros(torch.get_num_threads(), dtype=torch.float64, device="cpu")
-
-    def evaluate(few: _Few) -> None:
-        torch.mm(few.soft, levels.codec.gram, out=few.product)
-        levels.native.evaluate_cpu(**few.job, value=values[few.part].data_ptr())
-
-    for block in levels.blocks():
-        if totals is None:
-            levels.each(block, {}, evaluate)
-        else:
-            dnorms = floats(len(block.x))
-            levels.each(block, {"dscores": block.scores, "dsquared_norms": dnorms}, totals.of_errors)
-            totals.add(block, block.scores, dnorms)
-    if totals is None:
+    if not gradients:
+        values = torch.zeros(torch.get_num_threads(), dtype=torch.float64, device="cpu")
+        evaluate = levels.native.evaluate_cpu
+        levels.each(slice(0, len(x)), lambda few: evaluate(**few.job, **_pointers(value=values[few.part])))
         return values.sum().float(), levels.codes, None
+    totals = _Totals(levels)
+    scores = floats(max((b.stop - b.start for b in levels.blocks()), default=0), levels.codec.P)
+    for block in levels.blocks():
+        S = scores[: block.stop - block.start]
+        levels.each(block, lambda few: totals.add(few, few.scores), scores=S)  # dS replaces S
+        totals.to_codebook(S, x[block], offset)
     value = torch.stack([part.value for part in totals.sums]).sum().float()
     return value, levels.codes, totals.gradients()
 
@@ -186,12 +192,10 @@ def distortion(
     scores = floats(len(x), levels.codec.P) if keep else None
 
     def evaluate(few: _Few) -> None:
-        torch.mm(few.soft, levels.codec.gram, out=few.product)
-        levels.native.evaluate_cpu(**few.job)
+        errors = {"hard_errors": hard[few.rows], "soft_errors": soft[few.rows], "joint_errors": joint[few.rows]}
+        levels.native.evaluate_cpu(**few.job, **_pointers(**errors))
 
-    for block in levels.blocks(scores):
-        errors = {"hard_errors": hard, "soft_errors": soft, "joint_errors": joint}
-        levels.each(block, {name: error[block.here] for name, error in errors.items()}, evaluate)
+    levels.each(slice(0, len(x)), evaluate, scores=scores)
     return reference.Distortion(hard, soft, joint, levels.codes), scores
 
 
@@ -207,13 +211,17 @@ def distortion_backward(
 ) -> Gradients:
     """From the gradients of hard, soft and joint, [N, M] each: two products of N K D and 2 M of N K K."""
     levels = _Levels(x, codebook, scale, offset, gamma=gamma)
-    totals = _Totals(levels)
-    given = dict(zip(("dhard", "dsoft", "djoint"), (t.float().contiguous() for t in upstream), strict=True))
-    for block in levels.blocks(scores, known=True):
-        dscores, dnorms = torch.empty_like(block.scores), floats(len(block.x))
-        columns = {name: t[block.here] for name, t in given.items()} | {"dscores": dscores, "dsquared_norms": dnorms}
-        levels.each(block, columns, totals.of_errors)
-        totals.add(block, dscores, dnorms)
+    totals, (dhard, dsoft, djoint) = _Totals(levels), (t.float().contiguous() for t in upstream)
+    for block in levels.blocks():
+        dscores = torch.empty_like(scores[block])
+
+        def back(few: _Few, first: int = block.start, dscores: Tensor = dscores) -> None:
+            rows = few.rows
+            inside = slice(rows.start - first, rows.stop - first)
+            totals.add(few, dscores[inside], dhard=dhard[rows], dsoft=dsoft[rows], djoint=djoint[rows])
+
+        levels.each(block, back, scores=scores[block], known=True)
+        totals.to_codebook(dscores, x[block], offset)
     return totals.gradients()
 
 
@@ -225,12 +233,15 @@ def quantize(
     codec, shift = levels.codec, None if offset is None else offset.float()
     soft, hard = (torch.empty(x.shape, dtype=x.dtype, device="cpu") for _ in range(2))
     scores = floats(len(x), codec.P) if keep else None
-    for block in levels.blocks(scores):
-        delta = torch.empty_like(block.scores)
-        levels.each(block, {"delta": delta}, lambda few: levels.native.mix_cpu(**few.job), errors=False)
-        chosen = reference.decode(levels.codes[block.here], codec.codebook, codec.scale, offset=shift)
-        hard[block.here] = chosen
-        soft[block.here] = chosen.addmm_(delta, codec.codebook)
+
+    def approximate(few: _Few) -> None:
+        delta = floats(len(few.x), codec.P)
+        levels.native.mix_cpu(**few.job, **_pointers(delta=delta))
+        chosen = reference.decode(levels.codes[few.rows], codec.codebook, codec.scale, offset=shift)
+        hard[few.rows] = chosen
+        soft[few.rows] = chosen.addmm_(delta, codec.codebook)
+
+    levels.each(slice(0, len(x)), approximate, errors=False, scores=scores)
     return reference.Quantized(soft, hard, levels.codes), scores
 
 
@@ -248,25 +259,25 @@ def quantize_backward(
     """From the gradients of soft = hard + Delta C and of hard, [N, D] each: four products of N K D, six with dhard."""
     levels = _Levels(x, codebook, scale, offset, gamma=gamma)
     totals, codec = _Totals(levels), levels.codec
+    for block in levels.blocks():
+        dscores, delta, ddelta = (torch.empty_like(scores[block]) for _ in range(3))
 
-    def mix_and_back(few: _Few) -> None:
-        levels.native.mix_cpu(**few.job)
-        totals.of_delta(few)
+        def back(
+            few: _Few, first: int = block.start, dscores: Tensor = dscores, d: Tensor = delta, dd: Tensor = ddelta
+        ) -> None:
+            inside = slice(few.rows.start - first, few.rows.stop - first)
+            levels.native.mix_cpu(**few.job, **_pointers(delta=d[inside]))
+            torch.mm(dsoft[few.rows].float(), codec.codebook.T, out=dd[inside])
+            totals.add(few, dscores[inside], ddelta=dd[inside])
 
-    for block in levels.blocks(scores, known=True):
-        delta, dscores, dnorms = torch.empty_like(block.scores), torch.empty_like(block.scores), floats(len(block.x))
-        upstream = dsoft[block.here].float()
-        ddelta = torch.mm(upstream, codec.codebook.T)
-        columns = {"delta": delta, "ddelta": ddelta, "dscores": dscores, "dsquared_norms": dnorms}
-        levels.each(block, columns, mix_and_back, errors=False)
-        totals.add(block, dscores, dnorms)
-        codes = levels.codes[block.here]
+        levels.each(block, back, errors=False, scores=scores[block], known=True)
+        totals.to_codebook(dscores, x[block], offset)
+        codes = levels.codes[block]
         chosen = _scaled_choices(codec, codes)
-        totals.dcodebook.addmm_(delta.add_(chosen).T, upstream)
+        totals.to_codebook(delta.add_(chosen), dsoft[block])
         if dhard is not None:
-            upstream = dhard[block.here].float()
-            totals.dcodebook.addmm_(chosen.T, upstream)
-            ddelta.addmm_(upstream, codec.codebook.T)
+            totals.to_codebook(chosen, dhard[block])
+            ddelta.addmm_(dhard[block].float(), codec.codebook.T)
         totals.dscale += ddelta.gather(1, codes).sum(dim=0, dtype=torch.float64)
     return totals.gradients()
 
