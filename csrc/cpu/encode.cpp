@@ -43,22 +43,24 @@ struct Candidate {
 
 bool better(const Candidate& a, const Candidate& b) { return a.key < b.key || (a.key == b.key && a.place < b.place); }
 
-// The `width` best candidates, as a heap with the worst on top.
+// The `width` best of the candidates that are offered, in no order once `cut`.
 struct Best {
-  explicit Best(int64_t capacity) : items(capacity) {}
-  bool full() const { return count == width; }
-  void clear(int64_t new_width) { count = 0, width = new_width; }
-  bool offer(const Candidate& candidate) {
-    if (full()) {
-      if (!better(candidate, items.data[0])) return false;
-      std::pop_heap(items.data, items.data + count--, better);
-    }
+  explicit Best(int64_t beam) : capacity(2 * beam + 64), items(capacity) {}
+  void clear(int64_t new_width, float new_limit) { count = 0, width = new_width, limit = new_limit; }
+  void offer(const Candidate& candidate) {
     items.data[count++] = candidate;
-    std::push_heap(items.data, items.data + count, better);
-    return true;
+    if (count == capacity) cut();
   }
+  void cut() {
+    if (count <= width) return;
+    std::nth_element(items.data, items.data + width - 1, items.data + count, better);
+    count = width;
+    limit = std::min(limit, items.data[width - 1].key);
+  }
+  int64_t capacity;
   Buffer<Candidate> items;
   int64_t count = 0, width = 0;
+  float limit = 0;  // no key above it can be among them
 };
 
 // One vector's paths after a level, in the order of their codes.
@@ -72,33 +74,68 @@ struct Paths {
   Buffer<int32_t> codes;  // [beam, M]
 };
 
-// Offers path b, extended by every codeword, to `best`.
-void extend(const Encode& job, const Paths& now, int64_t b, int64_t m, float* key, Best& best) {
-  const Tile& tile = job.tile;
-  const float r = now.errors.data[b], paid = now.costs.data[b], tail = job.still_to_come[m];
-  // No key above the limit can enter: exact would be (worst - paid) / tail - r, the rest is slack for rounding.
-  const auto limit_now = [&] {
-    if (!best.full()) return std::numeric_limits<float>::infinity();
-    const float exact = (best.items.data[0].key - paid) / tail - r;
-    return exact + 1e-5f * (std::fabs(exact) + std::fabs(r) + std::fabs(paid / tail));
-  };
-  float limit = limit_now();
-  if (keys_of(now.scores.data + b * tile.P, tile.bias + m * tile.P, tile.scale[m], tile.P, key) > limit) return;
-  for (int64_t k = 0; k < tile.P; k += kWidth) {
-    for (unsigned bits = less_equal(Floats::load(key + k), Floats::all(limit)); bits; bits &= bits - 1) {
-      const int64_t codeword = k + __builtin_ctz(bits);
-      if (codeword >= tile.K) return;  // padding
-      const float error = r + key[codeword];
-      if (best.offer({paid + error * tail, error, b * tile.P + codeword})) limit = limit_now();
+// All paths extended by every codeword, and which of that is worth a closer look.
+struct Extensions {
+  Extensions(int64_t beam, int64_t P) : rows(rows_for(beam)), keys(beam * P), least(rows * kWidth) {}
+
+  static int64_t rows_for(int64_t beam) {
+    int64_t count = 4;
+    while (count * kWidth < 4 * beam) count *= 2;
+    return count;
+  }
+
+  // Their keys, and the smallest of each of many groups.
+  void fill(const Encode& job, const Paths& now, int64_t paths, int64_t m) {
+    const Tile& tile = job.tile;
+    const Floats twice = Floats::all(2 * tile.scale[m]), tail = Floats::all(job.still_to_come[m]);
+    const float* bias = tile.bias + m * tile.P;
+    for (int64_t i = 0; i < rows * kWidth; ++i) least.data[i] = std::numeric_limits<float>::infinity();
+    int64_t row = 0;
+    for (int64_t b = 0; b < paths; ++b) {
+      const Floats r = Floats::all(now.errors.data[b]), paid = Floats::all(now.costs.data[b]);
+      const float* t = now.scores.data + b * tile.P;
+      for (int64_t k = 0; k < tile.P; k += kWidth) {
+        const Floats key = paid + (r + (Floats::load(bias + k) - twice * Floats::load(t + k))) * tail;
+        key.store(keys.data + b * tile.P + k);
+        float* sixteen = least.data + row * kWidth;
+        min(key, Floats::load(sixteen)).store(sixteen);  // a NaN is passed over
+        row = (row + 1) & (rows - 1);
+      }
     }
   }
-}
+
+  // At least `width` keys, if there are so many, are not above this: as many groups have one.
+  float limit(int64_t width) {
+    float *begin = least.data, *end = begin + rows * kWidth;
+    std::nth_element(begin, begin + width - 1, end, [](float a, float b) { return a < b; });
+    return begin[width - 1];
+  }
+
+  void offer(const Encode& job, const Paths& now, int64_t b, int64_t m, Best& best) const {
+    const Tile& tile = job.tile;
+    const float twice = 2 * tile.scale[m], *bias = tile.bias + m * tile.P, *t = now.scores.data + b * tile.P;
+    for (int64_t k = 0; k < tile.P; k += kWidth) {
+      const Floats key = Floats::load(keys.data + b * tile.P + k);
+      for (unsigned bits = less_equal(key, Floats::all(best.limit)); bits; bits &= bits - 1) {
+        const int64_t codeword = k + __builtin_ctz(bits);
+        if (codeword >= tile.K) return;  // padding
+        const float error = now.errors.data[b] + (bias[codeword] - twice * t[codeword]);
+        best.offer({keys.data[b * tile.P + codeword], error, b * tile.P + codeword});
+      }
+    }
+  }
+
+  int64_t rows;         // a power of 2
+  Buffer<float> keys;   // [beam, P]
+  Buffer<float> least;  // [rows, 16], each of a group of keys
+};
 
 void beamed(const Encode& job) {
   const Tile& tile = job.tile;
   const int64_t P = tile.P, M = tile.M;
   Paths first(job.beam, P, M), second(job.beam, P, M);
-  Buffer<float> key(P), residual(tile.D);
+  Buffer<float> residual(tile.D);
+  Extensions extensions(job.beam, P);
   Best best(job.beam);
   for (int64_t n = 0; n < tile.N; ++n) {
     Paths *now = &first, *next = &second;
@@ -107,8 +144,11 @@ void beamed(const Encode& job) {
     now->costs.data[0] = 0;
     int64_t paths = 1;
     for (int64_t m = 0; m < M; ++m) {
-      best.clear(m + 1 == M ? 1 : job.beam);
-      for (int64_t b = 0; b < paths; ++b) extend(job, *now, b, m, key.data, best);
+      const int64_t width = m + 1 == M ? 1 : job.beam;
+      extensions.fill(job, *now, paths, m);
+      best.clear(width, extensions.limit(width));
+      for (int64_t b = 0; b < paths; ++b) extensions.offer(job, *now, b, m, best);
+      best.cut();
       // Only a vector that is not finite leaves nothing to choose from: it gets codeword 0, as in greedy encoding.
       if (best.count == 0) best.offer({0, 0, 0});
       paths = best.count;
