@@ -43,7 +43,7 @@ struct Candidate {
 
 bool better(const Candidate& a, const Candidate& b) { return a.key < b.key || (a.key == b.key && a.place < b.place); }
 
-// The `width` best of the candidates that are offered, in no order once `cut`.
+// The `width` best of the candidates, which are offered in the order of their places and keep it.
 struct Best {
   explicit Best(int64_t beam) : capacity(2 * beam + 64), items(capacity) {}
   void clear(int64_t new_width, float new_limit) { count = 0, width = new_width, limit = new_limit; }
@@ -52,10 +52,19 @@ struct Best {
     if (count == capacity) cut();
   }
   void cut() {
-    if (count <= width) return;
-    std::nth_element(items.data, items.data + width - 1, items.data + count, better);
-    count = width;
-    limit = std::min(limit, items.data[width - 1].key);
+    if (count > width + 8) {
+      std::nth_element(items.data, items.data + width - 1, items.data + count, better);
+      limit = std::min(limit, items.data[width - 1].key);
+      count = width;
+      std::sort(items.data, items.data + count,
+                [](const Candidate& a, const Candidate& b) { return a.place < b.place; });
+    }
+    while (count > width) {  // a few too many
+      int64_t worst = 0;
+      for (int64_t i = 1; i < count; ++i) worst = items.data[i].key < items.data[worst].key ? worst : i;
+      --count;
+      for (int64_t i = worst; i < count; ++i) items.data[i] = items.data[i + 1];
+    }
   }
   int64_t capacity;
   Buffer<Candidate> items;
@@ -67,6 +76,13 @@ struct Best {
 struct Paths {
   Paths(int64_t beam, int64_t P, int64_t M)
       : scores(beam * P), errors(beam), bases(beam), costs(beam), codes(beam * M) {}
+  // Path b with a codeword for level m, as path i of `next`.
+  const int32_t* continued(int64_t b, int64_t codeword, int64_t m, int64_t M, Paths& next, int64_t i) const {
+    int32_t* path = next.codes.data + i * M;
+    std::memcpy(path, codes.data + b * M, m * sizeof(int32_t));
+    path[m] = static_cast<int32_t>(codeword);
+    return path;
+  }
   Buffer<float> scores;   // t [beam, P]
   Buffer<float> errors;   // r [beam]
   Buffer<float> bases;    // see advance() [beam]
@@ -104,11 +120,54 @@ struct Extensions {
     }
   }
 
-  // At least `width` keys, if there are so many, are not above this: as many groups have one.
-  float limit(int64_t width) {
-    float *begin = least.data, *end = begin + rows * kWidth;
-    std::nth_element(begin, begin + width - 1, end, [](float a, float b) { return a < b; });
-    return begin[width - 1];
+  // A number that at least `width` keys are not above, if there are so many: as many groups have one. Nearly the
+  // smallest such number, by bisection.
+  float limit(int64_t width) const {
+    Floats highest = Floats::load(least.data), lowest = highest;
+    for (int64_t row = 1; row < rows; ++row) {
+      const Floats here = Floats::load(least.data + row * kWidth);
+      lowest = min(lowest, here);
+      if (row * kWidth < width) highest = max(highest, here);
+    }
+    float low = smallest(lowest), high = -smallest(Floats::all(0) - highest);
+    if (!(high < std::numeric_limits<float>::infinity())) return high;
+    for (int step = 0; step < 10; ++step) {
+      const float middle = 0.5f * low + 0.5f * high;
+      int64_t count = 0;
+      for (int64_t row = 0; row < rows; ++row)
+        count += __builtin_popcount(less_equal(Floats::load(least.data + row * kWidth), Floats::all(middle)));
+      const bool enough = count >= width;
+      high = enough ? middle : high;
+      low = enough ? low : middle;
+    }
+    return high;
+  }
+
+  // The place of the best of all; nothing is kept of the others.
+  static int64_t single(const Encode& job, const Paths& now, int64_t paths, int64_t m) {
+    const Tile& tile = job.tile;
+    const Floats twice = Floats::all(2 * tile.scale[m]), tail = Floats::all(job.still_to_come[m]);
+    const float* bias = tile.bias + m * tile.P;
+    const auto keys_at = [&](int64_t b, int64_t k) {
+      const Floats r = Floats::all(now.errors.data[b]), paid = Floats::all(now.costs.data[b]);
+      const Floats t = Floats::load(now.scores.data + b * tile.P + k);
+      return paid + (r + (Floats::load(bias + k) - twice * t)) * tail;
+    };
+    float best = std::numeric_limits<float>::infinity();
+    int64_t parent = 0;
+    for (int64_t b = 0; b < paths; ++b) {
+      Floats lowest = Floats::all(best);
+      for (int64_t k = 0; k < tile.P; k += kWidth) lowest = min(keys_at(b, k), lowest);
+      const float here = smallest(lowest);
+      parent = here < best ? b : parent;
+      best = here < best ? here : best;
+    }
+    for (int64_t k = 0; k < tile.P; k += kWidth)
+      if (const unsigned bits = equal(keys_at(parent, k), Floats::all(best))) {
+        const int64_t codeword = k + __builtin_ctz(bits);
+        return parent * tile.P + (codeword < tile.K ? codeword : 0);  // padding, where everything else is NaN
+      }
+    return 0;
   }
 
   void offer(const Encode& job, const Paths& now, int64_t b, int64_t m, Best& best) const {
@@ -143,24 +202,18 @@ void beamed(const Encode& job) {
     now->errors.data[0] = now->bases.data[0] = squared_norm(tile, n);
     now->costs.data[0] = 0;
     int64_t paths = 1;
-    for (int64_t m = 0; m < M; ++m) {
-      const int64_t width = m + 1 == M ? 1 : job.beam;
+    for (int64_t m = 0; m + 1 < M; ++m) {
       extensions.fill(job, *now, paths, m);
-      best.clear(width, extensions.limit(width));
+      best.clear(job.beam, extensions.limit(job.beam));
       for (int64_t b = 0; b < paths; ++b) extensions.offer(job, *now, b, m, best);
       best.cut();
       // Only a vector that is not finite leaves nothing to choose from: it gets codeword 0, as in greedy encoding.
       if (best.count == 0) best.offer({0, 0, 0});
       paths = best.count;
-      std::sort(best.items.data, best.items.data + paths,
-                [](const Candidate& a, const Candidate& b) { return a.place < b.place; });
       for (int64_t i = 0; i < paths; ++i) {
         const Candidate& chosen = best.items.data[i];
-        const int64_t parent = chosen.place / P, codeword = chosen.place % P;
-        int32_t* path = next->codes.data + i * M;
-        std::memcpy(path, now->codes.data + parent * M, m * sizeof(int32_t));
-        path[m] = static_cast<int32_t>(codeword);
-        if (m + 1 == M) break;
+        const int64_t parent = chosen.place / P;
+        const int32_t* path = now->continued(parent, chosen.place % P, m, M, *next, i);
         next->costs.data[i] = now->costs.data[parent] + job.omega[m] * chosen.error;
         next->bases.data[i] = now->bases.data[parent];
         next->errors.data[i] = advance(tile, n, path, m, chosen.error, now->scores.data + parent * P,
@@ -168,7 +221,8 @@ void beamed(const Encode& job) {
       }
       std::swap(now, next);
     }
-    write(job, n, now->codes.data);
+    const int64_t place = extensions.single(job, *now, paths, M - 1);
+    write(job, n, now->continued(place / P, place % P, M - 1, M, *next, 0));
   }
 }
 
