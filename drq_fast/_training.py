@@ -125,7 +125,7 @@ class _Totals:
         told = _pointers(value=sums.value, dscale=sums.dscale, dgram=sums.dgram, ddiagonal=sums.ddiagonal)
         told |= _pointers(dscores=dscores, dsquared_norms=dnorms, **upstream)
         self.levels.native.backward_cpu(**few.job, **told)
-        sums.dgram.addmm_(few.soft[: len(few.product)].T, few.product)
+        _add_symmetric(sums.dgram, few.soft[: len(few.product)], few.product)
         dx = torch.mm(dscores, self.codec.codebook, out=self.dx[few.rows])
         dx.addcmul_(few.x, dnorms[:, None], value=2)
 
@@ -147,6 +147,15 @@ class _Totals:
         self.to_codebook(dgram + dgram.T, self.codec.codebook)
         dscale = torch.stack([self.dscale, *(part.dscale for part in self.sums)]).sum(dim=0)
         return Gradients(self.dx, self.dcodebook[: self.codec.K], dscale.float())
+
+
+def _add_symmetric(total: Tensor, left: Tensor, right: Tensor, width: int = 64) -> None:
+    """Adds left^T right [P, P], which is symmetric, so that total + total^T is right, which is all that counts."""
+    for i in range(0, len(total) if len(left) else 0, width):
+        own, others = slice(i, i + width), slice(i + width, None)
+        total[own, own].addmm_(left[:, own].T, right[:, own])
+        if i + width < len(total):
+            total[own, others].addmm_(left[:, own].T, right[:, others], alpha=2)
 
 
 def loss(

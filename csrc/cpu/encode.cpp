@@ -189,6 +189,10 @@ struct Extensions {
   Buffer<float> least;  // [rows, 16], each of a group of keys
 };
 
+void prefetch(const float* row, int64_t count) {
+  for (int64_t i = 0; i < count; i += kWidth) __builtin_prefetch(row + i);
+}
+
 void beamed(const Encode& job) {
   const Tile& tile = job.tile;
   const int64_t P = tile.P, M = tile.M;
@@ -213,6 +217,7 @@ void beamed(const Encode& job) {
       for (int64_t i = 0; i < paths; ++i) {
         const Candidate& chosen = best.items.data[i];
         const int64_t parent = chosen.place / P;
+        if (i + 1 < paths) prefetch(tile.gram + best.items.data[i + 1].place % P * P, P);
         const int32_t* path = now->continued(parent, chosen.place % P, m, M, *next, i);
         next->costs.data[i] = now->costs.data[parent] + job.omega[m] * chosen.error;
         next->bases.data[i] = now->bases.data[parent];
