@@ -158,9 +158,9 @@ struct Extensions {
     for (int64_t b = 0; b < paths; ++b) {
       Floats lowest = Floats::all(best);
       for (int64_t k = 0; k < tile.P; k += kWidth) lowest = min(keys_at(b, k), lowest);
-      const float here = smallest(lowest);
-      parent = here < best ? b : parent;
-      best = here < best ? here : best;
+      if (equal(lowest, Floats::all(best)) == 0xFFFF) continue;  // none is below it
+      best = smallest(lowest);
+      parent = b;
     }
     for (int64_t k = 0; k < tile.P; k += kWidth)
       if (const unsigned bits = equal(keys_at(parent, k), Floats::all(best))) {
