@@ -234,11 +234,11 @@ def test_native_gradients_of_long_vectors(codec, sharpness):
 @needs_native
 @pytest.mark.parametrize("sharpness", [0.1, 1.0, 10.0])
 def test_native_gradients_of_long_vectors_with_small_residuals(codec, sharpness):
-    """n/r is 1e4 after level 0. Plain torch in float32 is off by up to 3.4e-4, native code by 3.8e-4."""
+    """n/r is 1e4 after level 0. Where p is flat dcodebook nearly cancels: off by 3.6e-4, plain torch by 3.4e-4."""
     x, codebook, scale, offset = codec(N=512, D=2048, K=256, M=8)
     scale = scale * torch.tensor([1.0] + [0.01] * 7)
     x = codebook[torch.arange(512) % 256] + 0.01 * x + offset
-    assert_agrees_where_codes_do((x, codebook, scale, offset), sharpness, limit=5e-4)
+    assert_agrees_where_codes_do((x, codebook, scale, offset), sharpness, limit=5e-4 if sharpness < 1 else 1e-4)
 
 
 @pytest.mark.slow
@@ -276,10 +276,7 @@ def step(N, D, K, M, offset):
         (16384, 512, 256, 8, False),
         (16384, 512, 256, 8, True),
         (8192, 2048, 256, 4, False),
-        pytest.param(
-            *(8192, 2048, 256, 4, True),
-            marks=pytest.mark.xfail(strict=True, reason="x - offset is formed for a whole block: 11.3 N*K"),
-        ),
+        (8192, 2048, 256, 4, True),
         (8192, 256, 1024, 4, False),
         (8192, 256, 1024, 4, True),
     ],
