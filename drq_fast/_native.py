@@ -167,7 +167,7 @@ def search(
 
 
 def _few_rows(keep: Tensor) -> Tensor | None:
-    """The rows that a filter [N] keeps, unless they are half of all or more: many queries had better scan those alone."""
+    """The rows that a filter [N] keeps, None if they are half of all or more; many queries had better scan few rows."""
     return None if 2 * int(keep.count_nonzero()) >= len(keep) else keep.nonzero().squeeze(1)
 
 
