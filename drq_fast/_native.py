@@ -137,6 +137,9 @@ def search(
     norms = None if norms is None or metric == "ip" else norms.float().contiguous()
     scores = torch.empty(len(query), k, dtype=torch.float32, device=device)
     positions = torch.empty(len(query), k, dtype=torch.int64, device=device)
+    if device.type == "cpu":
+        for results in (scores, positions):
+            extension.large_pages(results.data_ptr(), results.nbytes)
     # The scan has threads of its own. A product with the codebook that is worth threads is shared out around it; others
     # must not leave threads of torch's spinning on cores that the scan needs.
     product, threads = len(query) * codebook.numel(), torch.get_num_threads()

@@ -51,6 +51,7 @@ void scan_floats(const Search& job, int64_t q, int64_t begin, int64_t end, const
       cost.store(costs + i);
       wanted |= static_cast<uint64_t>(not_above(cost, tau)) << i;
     }
+    if (job.keep == nullptr && best.add_all(costs, n, count)) continue;
     if (count < kBlock) wanted &= (uint64_t{1} << count) - 1;
     for (; wanted; wanted &= wanted - 1) {
       const int64_t i = __builtin_ctzll(wanted);

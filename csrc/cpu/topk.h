@@ -46,28 +46,43 @@ struct Reservoir {
     if (count == capacity) shrink();
   }
 
+  // The same for consecutive positions, before it is full; false where they do not fit.
+  bool add_all(const float* costs, int64_t first, int64_t codes) {
+    if (full || count + codes >= capacity) return false;
+    for (int64_t i = 0; i < codes; ++i) keys[count + i] = Key{key_of(costs[i], first + i)};
+    count += codes;
+    return true;
+  }
+
   // Keeps the k best, in the order of their positions.
   void shrink() {
     if (count < k) return;
-    std::memcpy(scratch, keys, count * sizeof(Key));
-    std::nth_element(scratch, scratch + (k - 1), scratch + count);
-    const Key last = scratch[k - 1];
-    int64_t kept = 0;
-    for (int64_t i = 0; i < count; ++i) {
-      keys[kept] = keys[i];
-      kept += !(last < keys[i]);
+    Key last = keys[0];
+    if (count == k) {
+      for (int64_t i = 1; i < count; ++i) last = last < keys[i] ? keys[i] : last;
+    } else {
+      std::memcpy(scratch, keys, count * sizeof(Key));
+      std::nth_element(scratch, scratch + (k - 1), scratch + count);
+      last = scratch[k - 1];
+      int64_t kept = 0;
+      for (int64_t i = 0; i < count; ++i) {
+        keys[kept] = keys[i];
+        kept += !(last < keys[i]);
+      }
+      count = kept;
     }
-    count = kept, tau = cost_of(last.bits), full = tau == tau;
+    tau = cost_of(last.bits), full = tau == tau;
   }
 
   // The best, at most k, in order; returns how many.
   int64_t finish(uint64_t* out) {
     shrink();
-    if (count <= 512)
+    if (count > 512) {
+      sort_by_cost(out);
+    } else {
       std::sort(keys, keys + count);
-    else
-      sort_by_cost();
-    std::memcpy(out, keys, count * sizeof(Key));
+      std::memcpy(out, keys, count * sizeof(Key));
+    }
     return count;
   }
 
@@ -79,24 +94,24 @@ struct Reservoir {
 
  private:
   // Stable, three digits of eleven bits; positions are in order already.
-  void sort_by_cost() {
+  void sort_by_cost(uint64_t* out) {
     constexpr int kDigit = 11, kBuckets = 1 << kDigit;
-    Buffer<int64_t> starts(kBuckets);
-    Key *from = keys, *to = scratch;
-    for (int shift = 32; shift < 64; shift += kDigit) {
-      const auto digit = [shift](Key key) { return key.bits >> shift & (kBuckets - 1); };
-      std::memset(starts.data, 0, kBuckets * sizeof(int64_t));
-      for (int64_t i = 0; i < count; ++i) ++starts.data[digit(from[i])];
-      int64_t start = 0;
+    Buffer<uint32_t> starts(3 * kBuckets);
+    const auto digit = [](Key key, int place) { return key.bits >> (32 + place * kDigit) & (kBuckets - 1); };
+    for (int64_t i = 0; i < count; ++i)
+      for (int place = 0; place < 3; ++place) ++starts.data[place * kBuckets + digit(keys[i], place)];
+    Key* const stops[] = {keys, scratch, keys, reinterpret_cast<Key*>(out)};
+    for (int place = 0; place < 3; ++place) {
+      uint32_t* const next = starts.data + place * kBuckets;
+      uint32_t start = 0;
       for (int64_t b = 0; b < kBuckets; ++b) {
-        const int64_t size = starts.data[b];
-        starts.data[b] = start;
+        const uint32_t size = next[b];
+        next[b] = start;
         start += size;
       }
-      for (int64_t i = 0; i < count; ++i) to[starts.data[digit(from[i])]++] = from[i];
-      std::swap(from, to);
+      const Key* from = stops[place];
+      for (int64_t i = 0; i < count; ++i) stops[place + 1][next[digit(from[i], place)]++] = from[i];
     }
-    if (from != keys) std::memcpy(keys, from, count * sizeof(Key));
   }
 };
 

@@ -69,6 +69,8 @@ struct Case {
     K = random.one_of({1, 2, 7, 16, 64, 100, 255, 256, 256, 256, 257, 300, 1000, 4096});
     if (size < 16) N = random.between(0, 300), Q = random.between(0, 5);
     if (size >= 16) N = random.between(2049, 9000);
+    const bool sampled = size >= 33 && size < 37;  // enough codes for k to guess from a sample
+    if (sampled) N = random.between(12288, 16000), Q = random.one_of({20, 33, 70});
     if (size >= 37) N = random.between(65536, 110000), Q = std::min<int64_t>(Q, 20);  // ranges of codes by threads
     if (size == 39) N = random.between(20000, 30000), Q = random.between(129, 150);   // batches by threads
     if (random.once_in(2)) N = N / 64 * 64;                                           // no remainder of a block
@@ -76,7 +78,11 @@ struct Case {
     const int64_t many = std::max<int64_t>(1, N / 64 - 1);  // the most for which a scan drops codes by bytes
     k = random.one_of({1, 2, 3, 10, 10, 50, many, random.between(1, many), random.between(1, std::max<int64_t>(1, N))});
     if (k * Q > 100000) k = 10;
-    stride = random.once_in(2) ? M : random.one_of({M + 1, std::max<int64_t>(M, 8), std::max<int64_t>(M, 4), M + 5});
+    if (sampled) k = random.between(24, N / 512);
+    stride =
+        random.once_in(2)
+            ? M
+            : random.one_of({M + 1, std::max<int64_t>(M, 8), std::max<int64_t>(M, 16), std::max<int64_t>(M, 4), M + 5});
   }
 
   void codes() {
@@ -89,6 +95,9 @@ struct Case {
       for (int64_t i = n * stride; i < std::min(n * stride + stride, length); ++i)
         all[i] = static_cast<uint16_t>(like == n ? random.below(used) : all[like * stride + i - n * stride]);
     }
+    if (random.once_in(6))  // a sample that misleads: all others are copies of one code
+      for (int64_t i = stride; i < length; ++i)
+        if (i / stride % 17 != 0) all[i] = all[i % stride + (length > 20 * stride ? 19 * stride : 0)];
     if (wide)
       codes16 = all;
     else
