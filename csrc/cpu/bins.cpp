@@ -35,10 +35,18 @@ void fill_bins(const Search& job, Bins& out) {
   const int shares[] = {32, 192, 32};
   float per_unit[3];  // bins
   double starts[4] = {};
+  bool divisible = true;
   for (int i = 0; i < 3; ++i) {
     const float width = edges[i + 1] - edges[i];
     per_unit[i] = width > 0 ? shares[i] / width : 0;
     starts[i + 1] = starts[i] + (per_unit[i] > 0 ? shares[i] : 0);
+    divisible &= width == 0 || (per_unit[i] > 0 && std::isfinite(per_unit[i]));
+  }
+  if (!divisible) {  // beyond what float32 can hold: one bin
+    std::fill(out.bins, out.bins + count, 0);
+    std::fill(out.low, out.low + 256, lowest);
+    std::fill(out.high, out.high + 256, highest);
+    return;
   }
   const auto places = [&](Floats norm) {
     Floats place = Floats::all(0);

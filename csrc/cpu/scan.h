@@ -63,10 +63,13 @@ struct Filter {
       base += norm_low;
       magnitudes += std::fabs(job.metric == kL2 ? norms_high : factor * std::sqrt(norms_high));
     }
-    if (job.metric == kCosine && !(norms_low > 0)) return false;  // a vector of no length has score 0, whatever its sum
+    // Where the product of lengths is 0 or infinite, the score is 0, whatever the sum.
+    const double shortest = job.metric != kCosine ? 1 : job.lengths[q] * std::sqrt(static_cast<double>(norms_low));
+    const double longest = job.metric != kCosine ? 0 : job.lengths[q] * std::sqrt(static_cast<double>(norms_high));
+    if (!(shortest > 1e-37 && longest < 1e38)) return false;
     const double limit = limit_of(job, q, tau);
     magnitudes += std::fabs(limit);
-    slack = magnitudes * (4 * (job.M + 4)) / (1 << 24);
+    slack = magnitudes * (4 * (job.M + 4)) / (1 << 24) + 3e-45 * longest;
     const double span = limit + slack - base;
     if (!std::isfinite(span)) return false;
     inverse = span > 0 ? static_cast<float>(253 / span) : 0;

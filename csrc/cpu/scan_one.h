@@ -79,6 +79,8 @@ struct One {
     alignas(64) float steps[256] = {};
     alignas(64) uint8_t bytes[256];
     bool finite = std::isfinite(magnitude) && std::isfinite(unit) && unit > 0;
+    // With other queries the product of lengths could be 0 or infinite, and the score 0, whatever the sum.
+    if (job.metric == kCosine && !(job.lengths[q] > 1e-15f && job.lengths[q] < 1e15f)) return false;
     for (int64_t k = 0; k < job.K; ++k) {
       steps[k] = (sign * entries[k] - low) * per_step;
       finite &= steps[k] == steps[k];
@@ -97,7 +99,8 @@ struct One {
   // Sets the limit for the k-th best cost so far.
   void tighten() {
     const double limit = Filter::limit_of(job, q, best.tau);
-    const double slack = (magnitude + std::fabs(limit)) * (8 * (job.M + 4)) / (1 << 24);
+    const double least = job.metric == kCosine ? 6e-26 * job.lengths[q] : 0;  // scores have no finer steps
+    const double slack = (magnitude + std::fabs(limit)) * (8 * (job.M + 4)) / (1 << 24) + least;
     const double steps = (limit + slack - base) * unit + rounding + 1;
     most = static_cast<int32_t>(std::fmin(std::fmax(std::floor(steps), -2147483648.0), 2147483647.0));
     factor = job.metric == kCosine ? -best.tau * job.lengths[q] : 1;

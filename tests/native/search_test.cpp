@@ -1,5 +1,6 @@
 // Search and norms by every instruction set, on random cases, against all scores sorted: search_test FIRST_SEED COUNT.
 #include <algorithm>
+#include <cmath>
 #include <thread>
 
 #include "adc.h"
@@ -122,8 +123,10 @@ struct Case {
     const float spread = spreads[random.below(9)];
     table = numbers(Q * K, kind, spread);
     scale = numbers(M, kind, 1);
-    if (random.once_in(2))
-      for (int64_t m = 0; m < M; ++m) scale[m] = (m % 3 == 1 ? -1.0f : 1.0f) / static_cast<float>(1 << m);
+    const float other_sign = random.once_in(3) ? -1.0f : 1.0f;
+    if (!random.once_in(4))
+      for (int64_t m = 0; m < M; ++m)
+        scale[m] = (m % 3 == 1 ? other_sign : 1.0f) / std::pow(1.5f, static_cast<float>(m));
     constants = numbers(Q, kind, spread);
     if (random.once_in(4))  // all inner products negative, or all positive
       for (auto& x : constants) x += spread * static_cast<float>(random.one_of({-30, 30}));
