@@ -72,6 +72,7 @@ _METRICS = {"l2": 0, "ip": 1, "cosine": 2}
 _PRODUCT = 1 << 26  # multiplications from which a product is worth threads
 _TINY = 1 << 18  # multiplications up to which torch uses none
 _KEYS = 1 << 22  # results [queries, k] that are merged at a time
+_LARGE = 1 << 22  # bytes for which large pages pay
 
 
 def scan(
@@ -131,23 +132,24 @@ def search(
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`reference.search` in float32, without a gradient and with norms given: (scores [Q, k], positions [Q, k])."""
-    device = query.device
+    assert extension is not None
+    device, Q = query.device, len(query)
     codebook, scale, codes = codebook.float().contiguous(), scale.float().contiguous(), _dense_rows(codes)
     offset = None if offset is None else offset.float()
     norms = None if norms is None or metric == "ip" else norms.float().contiguous()
-    scores = torch.empty(len(query), k, dtype=torch.float32, device=device)
-    positions = torch.empty(len(query), k, dtype=torch.int64, device=device)
-    if device.type == "cpu":
+    scores = torch.empty(Q, k, dtype=torch.float32, device=device)
+    positions = torch.empty(Q, k, dtype=torch.int64, device=device)
+    if device.type == "cpu" and positions.nbytes > _LARGE:
         for results in (scores, positions):
             extension.large_pages(results.data_ptr(), results.nbytes)
     # The scan has threads of its own. A product with the codebook that is worth threads is shared out around it; others
     # must not leave threads of torch's spinning on cores that the scan needs.
-    product, threads = len(query) * codebook.numel(), torch.get_num_threads()
-    apart = device.type == "cpu" and product > _PRODUCT and len(query) >= 2 * _QUERIES and threads > 1
+    product, threads = Q * codebook.numel(), torch.get_num_threads()
+    apart = device.type == "cpu" and product > _PRODUCT and Q >= 2 * _QUERIES and threads > 1
     in_pool = device.type == "cpu" and not apart and product > _TINY
     step = max(1, min(16 * _QUERIES, _KEYS // k, _KEYS // len(codebook)))
     few = None
-    if keep is not None and len(query) >= _QUERIES // 2:
+    if keep is not None and Q >= _QUERIES // 2:
         few = _alone(functools.partial(_few_rows, keep), device.type == "cpu")
     if few is not None:
         codes, norms, keep = codes[few], None if norms is None else norms[few], None
@@ -156,14 +158,14 @@ def search(
     def work(part: int, rows: slice) -> None:
         for first in range(rows.start, rows.stop, step):
             here = slice(first, min(first + step, rows.stop))
-            prepare = functools.partial(reference.prepare, query[here].float(), codebook, offset, metric)
-            results = scores[here], positions[here]
-            scan(_alone(prepare, in_pool), codes, scale, *results, metric, norms, keep, 1 if apart else threads)
+            some = (query, scores, positions) if here == slice(0, Q) else (query[here], scores[here], positions[here])
+            prepare = functools.partial(reference.prepare, some[0].float(), codebook, offset, metric)
+            scan(_alone(prepare, in_pool), codes, scale, *some[1:], metric, norms, keep, 1 if apart else threads)
 
     if apart:
-        in_threads(work, len(query), _QUERIES)
+        in_threads(work, Q, _QUERIES)
     else:
-        work(0, slice(0, len(query)))
+        work(0, slice(0, Q))
     if few is not None and len(few):
         positions = few[positions.clamp_min(0)].where(positions >= 0, -1)
     return scores, positions

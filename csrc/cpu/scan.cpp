@@ -247,7 +247,7 @@ struct Batch {
         left += less(sum_of(row_of<Code>(job, n), n, levels), limit) != 0;
       }
       const double groups = 1 - std::pow(1 - static_cast<double>(left) / kTried, kGroup);
-      const double lines = levels + groups * (job.M + 10);
+      const double lines = levels + 14 * groups;
       if (lines < least) least = lines, best = levels;
     }
     if (best == 2) return scan<2, kNorms>(at, end);
