@@ -238,7 +238,17 @@ def centred(x: Tensor, offset: Tensor | None) -> Tensor:
 
 _pools: dict[int, ThreadPoolExecutor] = {}
 _pools_lock = threading.Lock()
-os.register_at_fork(after_in_child=_pools.clear)  # a child has no threads but its own
+_forked = False
+
+
+def _after_fork() -> None:
+    """A child has no threads but its own, and torch's OpenMP waits for those of the parent for ever."""
+    global _forked
+    _pools.clear()
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def _pool(threads: int) -> ThreadPoolExecutor:
@@ -297,8 +307,8 @@ def _gram_in_threads(codebook: Tensor) -> Tensor:
 
 
 def _alone(compute: Callable[[], Result], in_pool: bool) -> Result:
-    """The result of compute(), by one thread if `in_pool`, so that none of torch's are left spinning."""
-    return _submit(1, compute).result() if in_pool else compute()
+    """The result of compute(), by one thread if `in_pool` or forked, so that none of torch's are left spinning."""
+    return _submit(1, compute).result() if in_pool or _forked else compute()
 
 
 def _submit(threads: int, task: Callable[[], Result]) -> Future[Result]:

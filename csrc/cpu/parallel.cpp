@@ -5,7 +5,6 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -68,7 +67,7 @@ class Pool {
   void start_threads(int64_t wanted) {
     try {
       for (; threads < wanted; ++threads) std::thread([this] { serve(); }).detach();
-    } catch (const std::system_error&) {
+    } catch (...) {
     }
   }
 

@@ -209,9 +209,9 @@ struct Batch {
     uint8_t* line = lines.data + job.M * job.K * kLanes;
     for (int bin = 0; bin < 256; ++bin, line += kLanes)
       for (int64_t lane = 0; lane < queries; ++lane) {
-        const float c = filters[lane].factor;
-        const float b = job.metric == kL2 ? bins->low[bin] : c * std::sqrt(c >= 0 ? bins->low[bin] : bins->high[bin]);
-        const float steps = (b - filters[lane].norm_low) * inverse[lane];
+        const double c = filters[lane].factor, edge = c >= 0 ? bins->low[bin] : bins->high[bin];
+        const double b = job.metric == kL2 ? edge : c * std::sqrt(edge);
+        const double steps = (b - filters[lane].norm_low) * inverse[lane];
         line[lane] = steps > 0 ? static_cast<uint8_t>(steps < 255 ? steps : 255) : 0;
       }
   }

@@ -35,16 +35,18 @@ float cost_of(const Search& job, int64_t q, int64_t n) {
   return job.metric == kIp ? cost_of<kIp>(job, q, n, sum) : cost_of<kCosine>(job, q, n, sum);
 }
 
+constexpr double kLargest = 8e37;  // beyond it a sum of float32 may become infinite on its way
+
 // How one query drops codes by small integers (docs/math.md, section 5). A code can only be among the k best if
 //   sum_m A_m[b_m] + B(norm) < limit,    A_m = -2 scale[m] T (l2), -scale[m] T (ip, cosine),
 //   B = norm (l2), 0 (ip), c sqrt(norm) (cosine, c = the k-th best score so far * ||q||).
 // Each term, less its minimum, is rounded down to whole steps, so that the sum of steps below `bound` is a certificate.
 struct Filter {
-  double base = 0;     // sum of the minima
-  double slack = 0;    // what float32 may add to or take from a score
-  float inverse = 0;   // 1 / step; 0 where nothing can be said
-  float factor = 0;    // c
-  float norm_low = 0;  // the minimum of B
+  double base = 0;      // sum of the minima
+  double slack = 0;     // what float32 may add to or take from a score
+  float inverse = 0;    // 1 / step; 0 where nothing can be said
+  double factor = 0;    // c
+  double norm_low = 0;  // the minimum of B
 
   // Sets everything for the k-th best cost tau, given the extremes of T and of the norms; false where an input is not
   // finite, so that nothing may be dropped.
@@ -57,11 +59,12 @@ struct Filter {
       base += lowest(sign, job.scale[m], table_low, table_high);
       magnitudes += std::fabs(2.0 * job.scale[m]) * std::fmax(std::fabs(table_low), std::fabs(table_high));
     }
-    factor = job.metric == kCosine ? -tau * job.lengths[q] : 1;
+    factor = job.metric == kCosine ? -static_cast<double>(tau) * job.lengths[q] : 1;
     if (job.metric != kIp) {
-      norm_low = job.metric == kL2 ? norms_low : factor * std::sqrt(factor >= 0 ? norms_low : norms_high);
+      norm_low =
+          job.metric == kL2 ? norms_low : factor * std::sqrt(static_cast<double>(factor >= 0 ? norms_low : norms_high));
       base += norm_low;
-      magnitudes += std::fabs(job.metric == kL2 ? norms_high : factor * std::sqrt(norms_high));
+      magnitudes += std::fabs(job.metric == kL2 ? norms_high : factor * std::sqrt(static_cast<double>(norms_high)));
     }
     // Where the product of lengths is 0 or infinite, the score is 0, whatever the sum.
     const double shortest = job.metric != kCosine ? 1 : job.lengths[q] * std::sqrt(static_cast<double>(norms_low));
@@ -71,7 +74,7 @@ struct Filter {
     magnitudes += std::fabs(limit);
     slack = magnitudes * (4 * (job.M + 4)) / (1 << 24) + 3e-45 * longest;
     const double span = limit + slack - base;
-    if (!std::isfinite(span)) return false;
+    if (!std::isfinite(span) || !(magnitudes < kLargest)) return false;
     inverse = span > 0 ? static_cast<float>(253 / span) : 0;
     if (!std::isfinite(inverse)) inverse = 0;
     return true;

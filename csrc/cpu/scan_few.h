@@ -51,7 +51,7 @@ struct Few {
       if (m >= kMost) continue;
       for (int64_t k = 0; k < job.K; ++k) terms.data[m * job.K + k] = sign * (job.scale[m] * entries[k]);
     }
-    return finite = finite && std::isfinite(magnitude);
+    return finite = finite && magnitude < kLargest;
   }
 
   // What the sum over so many levels must be below, for the k-th best cost so far.

@@ -41,8 +41,8 @@ inline __m512i look_up(const __m512i (&table)[4], __m512i code) {
 
 // How one query drops codes by one table (docs/math.md, section 5). With A, B and the limit as in Filter, a code can
 // only be among the k best if
-//   sum_m floor(127 scale[m] / max |scale|) floor(255 (A[b_m] - min A) / (max A - min A)) + unit (B - centre)
-//   <= unit (limit - base),   A = -2 T (l2), -T (ip, cosine),   base = centre + sum_m scale[m] min A,
+//   sum_m floor(127 scale[m] / max |scale|) floor(255 (A[b_m] - min A) / (max A - min A)) + unit B
+//   <= unit (limit - base),   A = -2 T (l2), -T (ip, cosine),   base = sum_m scale[m] min A,
 // but for rounding: weights and steps are rounded down. The table stays as it is while the limit falls.
 template <int kStride, int kGroups>
 struct One {
@@ -51,7 +51,7 @@ struct One {
   // Scans begin..end, a multiple of 64 codes; false where nothing may be dropped, so that nothing was done.
   bool run(int64_t begin, int64_t end) {
     best.shrink();
-    if (!best.full || begin >= end || !build(begin)) return false;
+    if (!best.full || begin >= end || !build()) return false;
     if (job.metric == kIp) scan<kIp>(begin, end);
     if (job.metric == kL2) scan<kL2>(begin, end);
     if (job.metric == kCosine) scan<kCosine>(begin, end);
@@ -59,15 +59,14 @@ struct One {
   }
 
  private:
-  bool build(int64_t begin) {
+  bool build() {
     const float *const entries = job.table + q * job.K, sign = job.metric == kL2 ? -2 : -1;
     float low = sign * entries[0], high = low, most = 0;
     for (int64_t k = 1; k < job.K; ++k)
       low = std::fmin(low, sign * entries[k]), high = std::fmax(high, sign * entries[k]);
     for (int64_t m = 0; m < job.M; ++m) most = std::fmax(most, std::fabs(job.scale[m]));
     const float per_step = high > low ? 255 / (high - low) : 1, whole = most > 0 ? 127 / most : 1;
-    unit = per_step * whole, centre = job.metric == kL2 ? job.norms[begin] : 0;
-    base = centre, magnitude = std::fabs(job.constants[q]) + std::fabs(centre);
+    unit = per_step * whole, magnitude = std::fabs(job.constants[q]);
     int8_t weights[16] = {};
     for (int64_t m = 0; m < job.M; ++m) {
       weights[m] = static_cast<int8_t>(std::floor(job.scale[m] * whole));
@@ -78,7 +77,7 @@ struct One {
     }
     alignas(64) float steps[256] = {};
     alignas(64) uint8_t bytes[256];
-    bool finite = std::isfinite(magnitude) && std::isfinite(unit) && unit > 0;
+    bool finite = magnitude < kLargest && std::isfinite(unit) && unit > 0;
     // With other queries the product of lengths could be 0 or infinite, and the score 0, whatever the sum.
     if (job.metric == kCosine && !(job.lengths[q] > 1e-15f && job.lengths[q] < 1e15f)) return false;
     for (int64_t k = 0; k < job.K; ++k) {
@@ -93,29 +92,33 @@ struct One {
       weight[g] = _mm512_set1_epi32(four);
     }
     tighten();
-    return finite;
+    return finite && (magnitude + std::fabs(Filter::limit_of(job, q, best.tau))) * unit < 1e37;
   }
 
-  // Sets the limit for the k-th best cost so far.
+  // Sets the limit for the k-th best cost so far. It is close to 0 where norms are added, so that only norms that are
+  // far below or above it are beyond all integers.
   void tighten() {
     const double limit = Filter::limit_of(job, q, best.tau);
     const double least = job.metric == kCosine ? 6e-26 * job.lengths[q] : 0;  // scores have no finer steps
     const double slack = (magnitude + std::fabs(limit)) * (8 * (job.M + 4)) / (1 << 24) + least;
-    const double steps = (limit + slack - base) * unit + rounding + 1;
-    most = static_cast<int32_t>(std::fmin(std::fmax(std::floor(steps), -2147483648.0), 2147483647.0));
-    factor = job.metric == kCosine ? -best.tau * job.lengths[q] : 1;
+    const double steps = (limit + slack - base) * unit;
+    shift = job.metric == kIp ? 0 : static_cast<float>(steps);
+    most = static_cast<int32_t>(std::fmin(std::fmax(std::floor(steps - shift + rounding + 1), -2e9), 2e9));
     // The root is approximate, and off to the safe side.
-    factor *= unit * (job.metric != kCosine ? 1 : factor >= 0 ? 1 - 1.0f / 4096 : 1 + 1.0f / 4096);
+    const double c = -static_cast<double>(best.tau) * (job.metric == kCosine ? job.lengths[q] : 0);
+    factor = job.metric == kCosine ? static_cast<float>(c * unit * (c >= 0 ? 1 - 1.0 / 4096 : 1 + 1.0 / 4096)) : unit;
+    if (!std::isfinite(factor)) factor = shift = 0, most = std::numeric_limits<int32_t>::max();  // keep all
   }
 
-  // What the norms of 16 codes add. A norm that is no number, or has no root, makes the least of all integers.
+  // What the norms of 16 codes add, less `shift`; what is far above all limits is cut off. A norm that is no number, or
+  // has no root, makes the least of all integers.
   template <int kMetric>
   __m512i start(int64_t n) const {
     if (kMetric == kIp) return _mm512_setzero_si512();
     __m512 norms = _mm512_loadu_ps(job.norms + n);
-    if (kMetric == kL2) norms = _mm512_sub_ps(norms, _mm512_set1_ps(centre));
     if (kMetric == kCosine) norms = _mm512_mul_ps(norms, _mm512_rsqrt14_ps(norms));
-    return _mm512_cvttps_epi32(_mm512_mul_ps(norms, _mm512_set1_ps(factor)));
+    const __m512 added = _mm512_fmsub_ps(norms, _mm512_set1_ps(factor), _mm512_set1_ps(shift));
+    return _mm512_cvttps_epi32(_mm512_min_ps(_mm512_set1_ps(1e9f), added));
   }
 
   const uint8_t* row(int64_t n) const { return static_cast<const uint8_t*>(job.codes) + n * kStride; }
@@ -185,14 +188,14 @@ struct One {
   Reservoir& best;
   __m512i table[4], weight[kGroups];
   double base = 0, magnitude = 0, rounding = 0;
-  float unit = 0, centre = 0, factor = 0;
+  float unit = 0, factor = 0, shift = 0;
   int32_t most = 0;  // the limit
   int64_t rejected = -1;
 };
 
 // Scans as many codes as it can from `begin`, after the seeds, and returns where it stopped.
 int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reservoir& best) {
-  if (job.wide) return begin;
+  if (job.wide || job.stride < job.M) return begin;
   // Rows are read whole, but the last one of all may end after M codes.
   const int64_t whole = end == job.N && job.M < job.stride ? end - 1 : end;
   const int64_t last = begin + (whole - begin) / 64 * 64;

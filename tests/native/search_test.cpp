@@ -84,6 +84,7 @@ struct Case {
         random.once_in(2)
             ? M
             : random.one_of({M + 1, std::max<int64_t>(M, 8), std::max<int64_t>(M, 16), std::max<int64_t>(M, 4), M + 5});
+    if (random.once_in(20)) stride = random.between(1, M);  // rows that overlap
   }
 
   void codes() {
@@ -137,12 +138,24 @@ struct Case {
     const float least = random.once_in(2) ? spread : 0;
     for (auto& x : norms) x = alike ? least + spread : positive ? least + (x < 0 ? -x : x) : x;
     if (random.once_in(2)) norms_of_codes();
+    if (random.once_in(5)) apart();
+    if (random.once_in(8)) std::sort(norms.begin(), norms.end());
+    if (random.once_in(6) && !norms.empty())
+      for (int64_t i = 0; i < 20; ++i) norms[random.below(N)] *= static_cast<float>(random.one_of({0, 100, 10000000}));
     if (random.once_in(8)) spoil(table), spoil(norms);
     if (metric == kCosine && random.once_in(4))  // scores of 0, late
       for (int64_t i = 0; i < N; i += 1000)
         norms[N - 1 - random.below((N + 1) / 2)] = std::numeric_limits<float>::quiet_NaN();
     if (random.once_in(40)) spoil(scale);
     if (random.once_in(40)) spoil(constants), spoil(lengths);
+  }
+
+  // Magnitudes that have nothing to do with each other.
+  void apart() {
+    for (auto* values : {&table, &constants, &norms, &lengths}) {
+      const float factor = std::pow(10.0f, static_cast<float>(random.between(-22, 17)));
+      for (auto& x : *values) x *= factor;
+    }
   }
 
   void spoil(std::vector<float>& values) {
