@@ -235,7 +235,8 @@ def test_a_forked_process_encodes_and_searches(codec):
 
     def work() -> int:
         codes = functional.encode(x, codebook, scale)
-        return int(functional.search(x[:100], codes, codebook, scale, k=3).positions.sum())
+        searches = [functional.search(x[:Q], codes, codebook, scale, k=3) for Q in (1, 3, 30, 100)]
+        return sum(int(search.positions.sum()) for search in searches)
 
     expected = work()
     child = os.fork()

@@ -197,6 +197,34 @@ def test_values_that_are_hard_to_bound(isa, metric, Q, monkeypatch):
         assert torch.equal(scores.nan_to_num(nan=7), expected.scores.nan_to_num(nan=7)), change
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("size", [1e-8, 1e-5, 1e5])
+def test_one_query_of_any_size(isa, metric, size, monkeypatch):
+    monkeypatch.setenv("DRQ_FAST_ISA", isa)
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, (20000, 4), generator=generator, dtype=torch.uint8)
+    codebook, scale = torch.randn(256, 16, generator=generator), 0.7 ** torch.arange(4)
+    query = size * torch.randn(1, 16, generator=generator)
+    norms = functional.squared_norms(codes, codebook, scale, None)
+    given = {"k": 10, "metric": metric, "norms": None if metric == "ip" else norms}
+    expected = functional.search(query, codes, codebook, scale, **given, backend="torch")
+    found = functional.search(query, codes, codebook, scale, **given)
+    torch.testing.assert_close(found.scores, expected.scores, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("stride", "M"), [(1, 2), (1, 4), (2, 4), (4, 8)])
+def test_rows_that_overlap(isa, stride, M, monkeypatch):
+    monkeypatch.setenv("DRQ_FAST_ISA", isa)
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, (20000,), generator=generator, dtype=torch.uint8).unfold(0, M, stride)
+    codebook, scale = torch.randn(256, 16, generator=generator), 0.7 ** torch.arange(M)
+    query = torch.randn(3, 16, generator=generator)
+    expected = functional.search(query, codes.contiguous(), codebook, scale, k=10)
+    assert torch.equal(functional.search(query, codes, codebook, scale, k=10).positions, expected.positions)
+
+
 def random_case(r: random.Random) -> Case:
     N = r.choice([0, 1, 5, 100, 1000, 5000, 20000, 70000, 150000])
     return Case(
