@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drq_fast import _native, reference
+from drq_fast import _native, functional, reference
 
 pytestmark = pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
 ISAS = _native.extension.supported_isas() if _native.extension else []
