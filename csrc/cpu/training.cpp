@@ -10,13 +10,13 @@ namespace {
 void copy(const float* from, int64_t count, float* to) { std::memcpy(to, from, count * sizeof(float)); }
 
 // Turns the keys of a level into p - onehot(b), in place: d^2[k] = squared + key[k] but d^2[b] = nearest, which may
-// have been formed anew.
+// have been formed anew: the others carry more rounding, and none is taken to be nearer.
 void soften(float* p, int64_t P, float gamma, float squared, float nearest, int64_t b) {
   const Floats from = Floats::all(squared), least = Floats::all(std::sqrt(nearest > 0 ? nearest : 0));
   const Floats sharpness = Floats::all(-gamma);
   Floats total = Floats::all(0);
   for (int64_t k = 0; k < P; k += kWidth) {
-    const Floats weight = exp_of_negative(sharpness * (root(from + Floats::load(p + k)) - least));
+    const Floats weight = exp_of_negative(sharpness * (max(root(from + Floats::load(p + k)), least) - least));
     weight.store(p + k);
     total = total + weight;
   }
@@ -216,12 +216,13 @@ float level_backward(const Training& job, int64_t n, int64_t m, const float* t, 
   const float* bias = tile.bias + m * P;
   const float slope = -0.5f * job.gamma * s, noise = job.squared_norms[n] * kNoise;
   const Floats squared = Floats::all(r), mean = Floats::all(average), slopes = Floats::all(slope);
-  const Floats twice = Floats::all(2 * s), scale_squared = Floats::all(s * s), nearest = Floats::all(std::sqrt(noise));
+  const Floats twice = Floats::all(2 * s), scale_squared = Floats::all(s * s), limit = Floats::all(std::sqrt(noise));
+  const Floats least = Floats::all(Row::root_of(job.residuals[n * tile.M + m]));
   Floats dr = Floats::all(0), by_t = Floats::all(0), by_diagonal = Floats::all(0);
   for (int64_t k = 0; k < P; k += kWidth) {
     const Floats score = Floats::load(t + k);
-    const Floats distance = root(squared + (Floats::load(bias + k) - twice * score));
-    const Floats q = slopes * Floats::load(p + k) * (Floats::load(a + k) - mean) * inverse_above(distance, nearest);
+    const Floats distance = max(root(squared + (Floats::load(bias + k) - twice * score)), least);
+    const Floats q = slopes * Floats::load(p + k) * (Floats::load(a + k) - mean) * inverse_above(distance, limit);
     dr = dr + q;
     by_t = by_t + q * score;
     by_diagonal = by_diagonal + q * Floats::load(tile.diagonal + k);
