@@ -334,7 +334,7 @@ def encode(
     """`reference.encode` in float32 and score space: one product with the codebook, then additions only."""
     assert extension is not None
     codec = Codec(codebook, scale)
-    omega = torch.ones(codec.M, dtype=torch.float32) if level_weights is None else level_weights.float()
+    omega = floats(codec.M).fill_(1) if level_weights is None else level_weights.float()
     still_to_come = reference.still_to_come(omega)
     codes = torch.empty(len(x), codec.M, dtype=torch.uint8 if codec.K <= 256 else torch.int32, device="cpu")
     native, isa, step = extension, instruction_set(), max(64, _TILE // max(codec.P, codec.D))

@@ -94,7 +94,7 @@ def fit(
                 refitted = _refit(statistics, codes, codebook, scale, weights)
                 codebook = refitted if step == 0 else codebook + _STRIDE * (refitted - codebook)
                 codebook = revive(x, codes, codebook, scale, generator)
-                shake = torch.randn(codebook.shape, dtype=torch.float32, generator=generator).to(x)
+                shake = torch.randn(codebook.shape, dtype=torch.float32, device="cpu", generator=generator).to(x)
                 codebook = codebook + (1 - (step + 1) / rounds) * spread * shake
     except KeyboardInterrupt:
         bar.write("fit: interrupted; the best codec so far is kept.")
@@ -108,7 +108,7 @@ def default_weights(levels: int) -> tuple[float, ...]:
 
 def seeded(seed: int | None) -> torch.Generator:
     """A generator with this seed, or with one drawn from torch's global generator."""
-    return torch.Generator().manual_seed(int(torch.randint(2**62, ())) if seed is None else seed)
+    return torch.Generator("cpu").manual_seed(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
 
 
 def sample(x: Any, rows: int, D: int, generator: torch.Generator) -> Tensor:
@@ -120,14 +120,14 @@ def sample(x: Any, rows: int, D: int, generator: torch.Generator) -> Tensor:
         return _reservoir(x, rows, D, generator)
     values = checks.rows("fit", "x", checks.array("fit", "x", x), D)
     if len(values) > rows:
-        values = values[torch.randperm(len(values), generator=generator)[:rows].sort().values.to(values.device)]
+        values = values[_shuffled(len(values), generator)[:rows].sort().values.to(values.device)]
     return values.float()
 
 
 def _reservoir(batches: Iterable[Any], rows: int, D: int, generator: torch.Generator) -> Tensor:
     """Every vector draws a number; the vectors with the highest numbers stay."""
-    kept = [torch.empty(0, D, dtype=torch.float32)]
-    draws = [torch.empty(0, dtype=torch.float64)]
+    kept = [torch.empty(0, D, dtype=torch.float32, device="cpu")]
+    draws = [torch.empty(0, dtype=torch.float64, device="cpu")]
     held = 0
 
     def cut() -> None:
@@ -138,7 +138,7 @@ def _reservoir(batches: Iterable[Any], rows: int, D: int, generator: torch.Gener
     for batch in tqdm(batches, desc="read", unit="batch", delay=2, disable=None, leave=False):
         values = checks.rows("fit", "x", checks.array("fit", "every batch of x", batch), D)
         kept.append(values.to("cpu", torch.float32, copy=True))  # whoever yields it may fill it again
-        draws.append(torch.rand(len(values), dtype=torch.float64, generator=generator))
+        draws.append(torch.rand(len(values), dtype=torch.float64, device="cpu", generator=generator))
         held += len(values)
         if held > 2 * rows:
             cut()
@@ -191,13 +191,13 @@ def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
     zeros = x.new_zeros(codewords, x.shape[1])
     if len(x) < codewords:
         return torch.cat([x, zeros[len(x) :]])
-    x = x[torch.randperm(len(x), generator=generator)[: max(4 * codewords, 1 << 14)].to(x.device)]
+    x = x[_shuffled(len(x), generator)[: max(4 * codewords, 1 << 14)].to(x.device)]
     if codewords > _SEEDED:
         return x[:codewords].clone()
     norms, draws = x.square().sum(dim=1), 2 + int(math.log(codewords))
     nearest = torch.full((len(x),), float("inf"), dtype=x.dtype, device=x.device)
     chosen: list[int] = []
-    rows = torch.randint(len(x), (1,), generator=generator)
+    rows = torch.randint(len(x), (1,), device="cpu", generator=generator)
     for _ in tqdm(range(codewords), desc="k-means++", delay=2, disable=None, leave=False):
         there = rows.to(x.device)
         products = (x @ x[there].T).T.contiguous()  # [draws, N]
@@ -222,8 +222,8 @@ def revive(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, generator:
         [(x[r] - functional.decode(codes[r], codebook, scale)).square().sum(dim=1) for r in tiles(len(x), x.shape[1])]
     )
     # Each row draws log(u) / error: the highest come in the order of draws without replacement, probability ~ error.
-    draws = torch.rand(len(x), dtype=torch.float64, generator=generator).log() / error.double().cpu()
-    rows = draws.argsort(descending=True, stable=True)[torch.arange(len(dead)) % len(x)]
+    draws = torch.rand(len(x), dtype=torch.float64, device="cpu", generator=generator).log() / error.double().cpu()
+    rows = draws.argsort(descending=True, stable=True)[torch.arange(len(dead), device="cpu") % len(x)]
     codebook = codebook.clone()
     codebook[dead] = x[rows.to(x.device)]
     return codebook
@@ -265,7 +265,7 @@ def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tens
     if statistics.sums is None:
         return codebook
     remaining = _remaining(omega)
-    later = torch.maximum(torch.arange(M)[:, None], torch.arange(M)).to(codebook.device)
+    later = _later(M, codebook.device)
     weight = scale[:, None] * scale * remaining[later]  # [M, M]
     H = codebook.new_zeros(K, K)
     for i in range(M):
@@ -293,7 +293,7 @@ def _best_scale(statistics: _Statistics, omega: Tensor, scale: Tensor, free: boo
         scales = grid[:, None] ** torch.arange(M, device=omega.device)  # [grid, M]
         return scales[(wide.errors(scales) @ omega).argmin()].to(scale)
     remaining = _remaining(omega)
-    later = torch.maximum(torch.arange(M)[:, None], torch.arange(M)).to(omega.device)
+    later = _later(M, omega.device)
     A, b = remaining[later] * wide.inner, remaining * wide.cross
     ridge = (1e-6 * A.diagonal()[1:]).diag()
     return torch.cat([torch.ones_like(omega[:1]), torch.linalg.solve(A[1:, 1:] + ridge, b[1:] - A[1:, 0])]).to(scale)
@@ -305,6 +305,16 @@ def _counted(omega: Tensor) -> Tensor:
     return torch.cat([omega[:-1], last])
 
 
+def _later(M: int, device: torch.device) -> Tensor:
+    """[M, M]: max(i, j)."""
+    levels = torch.arange(M, device=device)
+    return torch.maximum(levels[:, None], levels)
+
+
+def _shuffled(N: int, generator: torch.Generator) -> Tensor:
+    return torch.randperm(N, device="cpu", generator=generator)
+
+
 def _remaining(omega: Tensor) -> Tensor:
     """[M]: the sum of omega from level m on."""
     return omega.flip(0).cumsum(0).flip(0)
@@ -313,5 +323,5 @@ def _remaining(omega: Tensor) -> Tensor:
 def _draw(weights: Tensor, draws: int, generator: torch.Generator) -> Tensor:
     """[draws] indices, each with probability proportional to its weight, of which one at least is above 0."""
     cumulative = weights.double().cumsum(0).cpu()
-    targets = torch.rand(draws, dtype=torch.float64, generator=generator) * cumulative[-1]
+    targets = torch.rand(draws, dtype=torch.float64, device="cpu", generator=generator) * cumulative[-1]
     return torch.searchsorted(cumulative, targets, right=True).clamp_max(len(weights) - 1)

@@ -110,7 +110,7 @@ def loss(
     per_level = None if omega is None else torch.tensor(omega, dtype=torch.float32, device=x.device)
     taken = _backend.choose("loss", x.device, backend, unsupported)
     if taken == "native":
-        ones = torch.ones(M, dtype=torch.float32) if per_level is None else per_level
+        ones = _native.floats(M).fill_(1) if per_level is None else per_level
         with torch.autocast(x.device.type, enabled=False):
             return Loss(*QuantizationLoss.apply(x, codebook, scale, offset, float(gamma), terms, ones, joint))
     return reference.loss(

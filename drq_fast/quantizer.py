@@ -219,7 +219,7 @@ class RecurrentQuantizer(nn.Module):
             self._take(codec)
             self._set_gamma(data)
             self._initialised.fill_(True)
-            errors.copy_(torch.tensor(codec.errors))
+            errors.copy_(errors.new_tensor(codec.errors))
 
         self._on_rank_zero("fit", update, errors)
         self.initialised = True

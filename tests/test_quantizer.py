@@ -242,6 +242,21 @@ def test_default_dtypes_do_not_matter(layer, dtype):
         torch.set_default_dtype(torch.float32)
 
 
+def test_the_default_device_does_not_matter(layer):
+    x, fresh = data(), RecurrentQuantizer(6, 16, 3)
+    with torch.device("meta"):
+        loss, codes = layer(x).loss, layer.encode(x, beam=4)
+        functional.encode(x, layer.codebook, layer.scale)
+        unweighted = functional.loss(x, layer.codebook, layer.scale, gamma=1.0).loss
+        fresh(x)
+        errors = fresh.fit([x, x], rounds=3, seed=1)
+        fresh.revive(x)
+    assert torch.equal(loss, layer(x).loss)
+    assert torch.equal(codes, layer.encode(x, beam=4))
+    assert torch.equal(unweighted, functional.loss(x, layer.codebook, layer.scale, gamma=1.0).loss)
+    assert errors == RecurrentQuantizer(6, 16, 3).fit([x, x], rounds=3, seed=1)
+
+
 def test_bits():
     assert RecurrentQuantizer(4).bits == 32
     assert RecurrentQuantizer(4, codewords=4096).bits == 48
