@@ -40,7 +40,8 @@ class QuantizationLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         x, codebook, scale, offset, omega = ctx.saved_tensors
         if gradients is None:
-            gradients = _training.loss(x, codebook, scale, offset=offset, omega=omega, **ctx.settings)[2]
+            with torch.autocast("cpu", enabled=False):
+                gradients = _training.loss(x, codebook, scale, offset=offset, omega=omega, **ctx.settings)[2]
             assert gradients is not None
         if dloss != 1:
             for gradient in gradients:

@@ -192,6 +192,16 @@ def test_autocast_changes_nothing(codec):
 
 
 @needs_native
+def test_a_second_backward_under_autocast(codec):
+    x, codebook, scale, offset = codec(N=30, D=8, K=600, M=2)
+    x.requires_grad_()
+    loss = functional.loss(x, codebook, scale, gamma=1.0, offset=offset, backend="native").loss
+    (first,) = torch.autograd.grad(loss, x, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (second,) = torch.autograd.grad(loss, x)
+    assert torch.equal(first, second)
+
+
 def test_refuses_what_it_cannot_do(codec):
     x, codebook, scale, _ = codec()
     with pytest.raises(BackendUnavailable, match="an input is float64"):
