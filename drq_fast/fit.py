@@ -285,7 +285,7 @@ def _best_scale(statistics: _Statistics, omega: Tensor, scale: Tensor, free: boo
     in float64, so that levels that hardly count are fitted all the same.
     """
     M = len(omega)
-    if M == 1 or statistics.errors(scale)[0] < 1e-4 * statistics.energy:
+    if M == 1 or statistics.errors(scale)[0] <= 1e-4 * statistics.energy:
         return scale
     wide, omega = statistics.double(), omega.double()
     if not free:

@@ -105,6 +105,13 @@ def test_levels_that_do_not_count_are_fitted_all_the_same(free):
     assert codec.errors[2] < 0.9 * codec.errors[1] < 0.9 * codec.errors[0]
 
 
+@pytest.mark.parametrize("x", [torch.ones(1, 4), torch.zeros(50, 4)], ids=["one", "zeros"])
+def test_nothing_to_fit_a_scale_to(x):
+    layer = RecurrentQuantizer(4, 8, 3, scale="per_level")
+    layer.fit(x, rounds=2)
+    assert torch.equal(layer.decode(layer.encode(x)), x)
+
+
 def test_noise_finds_better_codecs():
     x = torch.randn(1000, 32, generator=torch.Generator().manual_seed(0))
     calm, shaken = (
