@@ -112,7 +112,8 @@ def loss(
     if taken == "native":
         ones = _native.floats(M).fill_(1) if per_level is None else per_level
         with torch.autocast(x.device.type, enabled=False):
-            return Loss(*QuantizationLoss.apply(x, codebook, scale, offset, float(gamma), terms, ones, joint))
+            inputs = _graphless(x, codebook, scale, offset)
+            return Loss(*QuantizationLoss.apply(*inputs, float(gamma), terms, ones, joint))
     return reference.loss(
         x,
         codebook,
@@ -312,14 +313,14 @@ def _native_distortion(
     x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None
 ) -> Distortion:
     with torch.autocast(x.device.type, enabled=False):
-        return Distortion(*NativeDistortion.apply(x, codebook, scale, offset, float(gamma)))
+        return Distortion(*NativeDistortion.apply(*_graphless(x, codebook, scale, offset), float(gamma)))
 
 
 def _native_quantize(
     x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None
 ) -> Quantized:
     with torch.autocast(x.device.type, enabled=False):
-        return Quantized(*NativeQuantize.apply(x, codebook, scale, offset, float(gamma)))
+        return Quantized(*NativeQuantize.apply(*_graphless(x, codebook, scale, offset), float(gamma)))
 
 
 def _triton_encode(
@@ -379,6 +380,11 @@ def _check_search(
 def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """What the context costs, a short search would notice."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else contextlib.nullcontext()
+
+
+def _graphless(*inputs: Tensor | None) -> tuple[Tensor | None, ...]:
+    """The inputs, without a graph where gradients are switched off: an autograd.Function would prepare them still."""
+    return inputs if torch.is_grad_enabled() else tuple(None if t is None else t.detach() for t in inputs)
 
 
 def _wants_gradient(*inputs: Tensor | None) -> bool:

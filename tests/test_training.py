@@ -190,6 +190,22 @@ def test_no_gradient_and_empty_batches(codec, op):
     assert not leaf.grad.any()
 
 
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_nothing_is_prepared_for_gradients_that_are_switched_off(codec, monkeypatch, off):
+    x, codebook, scale, _ = codec(N=50, D=8, K=16, M=3)
+    codebook.requires_grad_()
+    asked = []
+    for name, flag in (("loss", "gradients"), ("distortion", "keep"), ("quantize", "keep")):
+        plain = getattr(_training, name)
+        monkeypatch.setattr(
+            _training, name, lambda *a, plain=plain, flag=flag, **kw: (asked.append(kw[flag]), plain(*a, **kw))[1]
+        )
+    with off():
+        for op in (functional.loss, functional.distortion, functional.quantize):
+            op(x, codebook, scale, gamma=1.0, backend="native")
+    assert asked == [False] * 3
+
+
 @OPERATIONS
 def test_backward_twice_adds_up_and_what_it_cannot_do_is_refused(codec, op):
     x, codebook, scale, _ = codec()
