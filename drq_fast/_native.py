@@ -242,9 +242,13 @@ _forked = False
 
 
 def _after_fork() -> None:
-    """A child has no threads but its own, and torch's OpenMP waits for those of the parent for ever."""
-    global _forked
+    """A child has no threads but its own, and torch's OpenMP waits for those of the parent for ever.
+
+    A lock that another thread held would stay locked.
+    """
+    global _forked, _pools_lock
     _pools.clear()
+    _pools_lock = threading.Lock()
     _forked = True
 
 

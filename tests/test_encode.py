@@ -239,8 +239,9 @@ def test_a_forked_process_encodes_and_searches(codec):
         return sum(int(search.positions.sum()) for search in searches)
 
     expected = work()
-    child = os.fork()
-    if child == 0:
-        signal.alarm(30)  # where it hangs, it is killed
-        os._exit(0 if work() == expected else 1)
+    with _native._pools_lock:  # as another thread may at that moment
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)  # where it hangs, it is killed
+            os._exit(0 if work() == expected else 1)
     assert os.waitpid(child, 0)[1] == 0
