@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -278,7 +278,7 @@ def in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_ROW
     """work(part, rows) for parts of 0..N, one per thread of torch and of at least so many rows, each in its own thread.
 
     Within them torch computes with one thread. So a tile stays in the cache of one core, and nobody has to wait for
-    threads of torch's that keep spinning after a matrix product.
+    threads of torch's that keep spinning after a matrix product. Interrupted, it waits for the `tiles` at hand.
     """
     threads = torch.get_num_threads()
     parts = max(1, min(threads, N // least))
@@ -287,8 +287,39 @@ def in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_ROW
             work(0, slice(0, N))
     else:
         shares = [slice(N * part // parts, N * (part + 1) // parts) for part in range(parts)]
-        for done in [_submit(threads, functools.partial(work, part, rows)) for part, rows in enumerate(shares)]:
-            done.result()
+        interrupted = threading.Event()
+
+        def run(part: int, rows: slice) -> None:
+            _at_work.interrupted = interrupted
+            work(part, rows)
+
+        tasks: list[Future[None]] = []
+        try:
+            for part, rows in enumerate(shares):
+                tasks.append(_submit(threads, functools.partial(run, part, rows)))
+            for task in tasks:
+                task.result()
+        except BaseException:
+            interrupted.set()
+            wait(tasks)
+            raise
+
+
+class _AtWork(threading.local):
+    """Set in a thread of ours once its work is of no use any more."""
+
+    interrupted: threading.Event | None = None
+
+
+_at_work = _AtWork()
+
+
+def tiles(rows: slice, step: int) -> Iterator[slice]:
+    """The rows, so many at a time; within `in_threads` no more of them once it was interrupted."""
+    for first in range(rows.start, rows.stop, step):
+        if _at_work.interrupted is not None and _at_work.interrupted.is_set():
+            return
+        yield slice(first, min(first + step, rows.stop))
 
 
 def _gram(codebook: Tensor) -> Tensor:
@@ -345,8 +376,7 @@ def encode(
 
     def work(part: int, rows: slice) -> None:
         scores = floats(min(step, rows.stop - rows.start), codec.P)
-        for first in range(rows.start, rows.stop, step):
-            here = slice(first, min(first + step, rows.stop))
+        for here in tiles(rows, step):
             tile = centred(x[here], offset)
             torch.mm(tile, codec.codebook.T, out=scores[: len(tile)])
             native.encode_cpu(

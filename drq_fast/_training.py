@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _native, reference
-from ._native import Codec, centred, floats, in_threads
+from ._native import Codec, centred, floats, in_threads, tiles
 
 _TILE = 1 << 20  # floats of a few rows that stay in cache
 _BLOCK = 1 << 22  # floats of dS that are kept until they go into the codebook's gradient
@@ -75,8 +75,7 @@ class _Levels:
             own = floats(height if scores is None else 0, P)
             soft, product = floats(height * M, P), floats(height * M if errors else 0, P)
             buffers = _pointers(soft=soft, residuals=(r := floats(height, M)), squared_norms=(n := floats(height)))
-            for first in range(share.start, share.stop, step):
-                here = slice(first, min(first + step, share.stop))
+            for here in tiles(share, step):
                 rows = slice(block.start + here.start, block.start + here.stop)
                 x = centred(self.x[rows], self.offset)
                 S = own[: len(x)] if scores is None else scores[here]

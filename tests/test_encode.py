@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
+import time
 
 import pytest
 import torch
@@ -245,3 +247,31 @@ def test_a_forked_process_encodes_and_searches(codec):
             signal.alarm(30)  # where it hangs, it is killed
             os._exit(0 if work() == expected else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@needs_native
+def test_an_interruption_ends_the_work_of_all_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    done, started = [0, 0], threading.Event()
+
+    def work(part: int, rows: slice) -> None:
+        for _ in _native.tiles(rows, 1):
+            started.set()
+            done[part] += 1
+            time.sleep(0.01)
+
+    def interrupt() -> None:
+        started.wait()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _native.in_threads(work, 4000)
+    finally:
+        torch.set_num_threads(before)
+    at_once = tuple(done)
+    time.sleep(0.1)
+    assert tuple(done) == at_once
+    assert max(done) < 2000
