@@ -18,6 +18,7 @@ from torch import Tensor
 METRICS = ("l2", "ip", "cosine")
 MAX_CODEWORDS = 65536
 MAX_BEAM = 4096  # a wider one has never been worth its memory
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of normal float32
 MAX_RESULTS = (1 << 31) - 1
 
 
@@ -144,6 +145,8 @@ def level_weights(op: str, value: Any, M: int) -> tuple[float, ...] | None:
         fail(op, "level_weights", f"{M} numbers", repr(value), error=TypeError)
     if len(weights) != M or not all(math.isfinite(v) and v >= 0 for v in weights) or sum(weights) <= 0:
         fail(op, "level_weights", f"{M} finite numbers >= 0, not all of them 0", weights)
+    if not SMALLEST <= max(weights) <= sum(weights) <= LARGEST:
+        fail(op, "level_weights", "numbers that float32 can hold and add up", weights)
     return weights
 
 
@@ -154,6 +157,8 @@ def weights(op: str, value: Any) -> tuple[float, float, float]:
         fail(op, "weights", "three numbers (hard, soft, joint)", repr(value), error=TypeError)
     if not all(math.isfinite(v) and v >= 0 for v in weights):
         fail(op, "weights", "finite numbers >= 0", weights)
+    if sum(weights) > LARGEST:
+        fail(op, "weights", "numbers that float32 can hold and add up", weights)
     return weights
 
 

@@ -145,8 +145,7 @@ def encode(
     """
     K, D, M = checks.codec("encode", codebook, scale, offset)
     checks.vectors("encode", "x", x, D, codebook.device)
-    checks.integer("encode", "beam", beam, 1)
-    beam = min(beam, K ** min(M - 1, 8))  # there are no more paths than that
+    beam = min(checks.beam("encode", beam), K ** min(M - 1, 8))  # there are no more paths than that
     weights = checks.level_weights("encode", level_weights, M)
     omega = None if weights is None else torch.tensor(weights, dtype=torch.float32, device=x.device)
     unsupported = _unsupported_levels(K, x, codebook, scale, offset)

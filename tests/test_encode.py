@@ -203,9 +203,7 @@ def test_vectors_that_are_not_finite_get_some_code_and_disturb_no_other(codec, b
 
 def test_a_beam_is_never_wider_than_there_are_paths(codec):
     x, codebook, scale, _ = codec(N=5, K=3, M=3)
-    assert torch.equal(
-        functional.encode(x, codebook, scale, beam=10**12), functional.encode(x, codebook, scale, beam=9)
-    )
+    assert torch.equal(functional.encode(x, codebook, scale, beam=4096), functional.encode(x, codebook, scale, beam=9))
 
 
 @needs_native
