@@ -97,6 +97,13 @@ def gamma(op: str, value: Any) -> None:
         fail(op, "gamma", "a finite number above 0", repr(value))
 
 
+def gamma_value(op: str, value: float | Tensor) -> float:
+    """gamma as a number; here a tensor is looked at, which would synchronise a GPU."""
+    number = float(value)
+    gamma(op, number)
+    return number
+
+
 def integer(op: str, name: str, value: Any, low: int, high: int | None = None) -> int:
     """A Python int, or what acts as one, from `low` to `high`."""
     expected = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"

@@ -113,7 +113,7 @@ def loss(
         ones = _native.floats(M).fill_(1) if per_level is None else per_level
         with torch.autocast(x.device.type, enabled=False):
             inputs = _graphless(x, codebook, scale, offset)
-            return Loss(*QuantizationLoss.apply(*inputs, float(gamma), terms, ones, joint))
+            return Loss(*QuantizationLoss.apply(*inputs, checks.gamma_value("loss", gamma), terms, ones, joint))
     return reference.loss(
         x,
         codebook,
@@ -312,14 +312,16 @@ def _native_distortion(
     x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None
 ) -> Distortion:
     with torch.autocast(x.device.type, enabled=False):
-        return Distortion(*NativeDistortion.apply(*_graphless(x, codebook, scale, offset), float(gamma)))
+        sharpness = checks.gamma_value("distortion", gamma)
+        return Distortion(*NativeDistortion.apply(*_graphless(x, codebook, scale, offset), sharpness))
 
 
 def _native_quantize(
     x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None
 ) -> Quantized:
     with torch.autocast(x.device.type, enabled=False):
-        return Quantized(*NativeQuantize.apply(*_graphless(x, codebook, scale, offset), float(gamma)))
+        sharpness = checks.gamma_value("quantize", gamma)
+        return Quantized(*NativeQuantize.apply(*_graphless(x, codebook, scale, offset), sharpness))
 
 
 def _triton_encode(

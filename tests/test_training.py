@@ -71,6 +71,27 @@ def test_clusters_far_from_each_other(op):
         assert (a.double() - b).norm() <= 3e-2 * b.norm()  # float32 chooses differently here and there
 
 
+@OPERATIONS
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_shows_in_its_row_alone(codec, op, bad):
+    x, codebook, scale, _ = codec(N=200, D=20, K=50, M=3)
+    clean = op(x, codebook, scale, gamma=1.0, backend="native")
+    x[5, 3] = bad
+    results = op(x, codebook, scale, gamma=1.0, backend="native")
+    for name in {"soft", "joint"} & set(results._fields):
+        result, expected = getattr(results, name), getattr(clean, name)
+        assert not torch.isfinite(result[5]).any()
+        assert torch.equal(result[6:], expected[6:])
+
+
+@pytest.mark.parametrize("op", [functional.loss, functional.distortion, functional.quantize])
+@pytest.mark.parametrize("gamma", [-1.0, float("inf"), float("nan")])
+def test_a_tensor_gamma_is_looked_at(codec, op, gamma):
+    x, codebook, scale, _ = codec(N=20)
+    with pytest.raises(ValueError, match=rf"{op.__name__}: gamma must be a finite number above 0, got {gamma}\."):
+        op(x, codebook, scale, gamma=torch.tensor(gamma), backend="native")
+
+
 def agreeing_rows(inputs, sharpness):
     """(inputs without the rows where float32 and float64 choose differently, gamma = sharpness / mean d_0)."""
     x, codebook, scale, offset = inputs

@@ -12,6 +12,10 @@ void copy(const float* from, int64_t count, float* to) { std::memcpy(to, from, c
 // Turns the keys of a level into p - onehot(b), in place: d^2[k] = squared + key[k] but d^2[b] = nearest, which may
 // have been formed anew: the others carry more rounding, and none is taken to be nearer.
 void soften(float* p, int64_t P, float gamma, float squared, float nearest, int64_t b) {
+  if (!std::isfinite(squared)) {  // no maximum or minimum below would let it through
+    for (int64_t k = 0; k < P; k += kWidth) Floats::all(NAN).store(p + k);
+    return;
+  }
   const Floats from = Floats::all(squared), least = Floats::all(std::sqrt(nearest > 0 ? nearest : 0));
   const Floats sharpness = Floats::all(-gamma);
   Floats total = Floats::all(0);
