@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from . import checks, functional
+from .reference import FLOOR
 
 _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] block that stays in cache
 _SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
@@ -300,8 +301,8 @@ def _best_scale(statistics: _Statistics, omega: Tensor, scale: Tensor, free: boo
 
 
 def _counted(omega: Tensor) -> Tensor:
-    """omega [M] with a last level that counts, if only by 1e-6 of the sum: without it, levels at the end would tie."""
-    last = torch.maximum(omega[-1:], 1e-6 * omega.sum())
+    """omega [M] with a last level that counts, if only by FLOOR of the sum: without it, levels at the end would tie."""
+    last = torch.maximum(omega[-1:], FLOOR * omega.sum())
     return torch.cat([omega[:-1], last])
 
 

@@ -22,6 +22,8 @@ Lookup = Callable[[Tensor, Tensor, Tensor], Tensor]
 # (x, codebook, scale, *, gamma, offset) -> Distortion: `distortion` below, or a fused kernel.
 Distort = Callable[..., "Distortion"]
 
+FLOOR = 1e-3  # share of the sum of level weights that levels at the end count at least, above the rounding of float32
+
 
 class Quantized(NamedTuple):
     """soft [N, D] and hard [N, D] approximations of x, codes [N, M] int64."""
@@ -364,7 +366,7 @@ def _encode_beam(h: Tensor, codebook: Tensor, scale: Tensor, beam: int, level_we
 
 def still_to_come(omega: Tensor) -> Tensor:
     """[M]: a path in a beam pays what its finished levels cost, plus its present error times this."""
-    return omega.flip(0).cumsum(0).flip(0).clamp_min(1e-6 * float(omega.sum()))
+    return omega.flip(0).cumsum(0).flip(0).clamp_min(FLOOR * float(omega.sum()))
 
 
 def _cost(scores: Tensor, metric: str) -> Tensor:

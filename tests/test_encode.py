@@ -13,6 +13,8 @@ import torch
 
 from drq_fast import BackendUnavailable, _native, fit, functional, reference
 
+needs_native = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
+
 
 @pytest.mark.parametrize(
     ("N", "D", "K", "M"), [(0, 3, 4, 2), (1, 1, 2, 1), (37, 5, 256, 4), (11, 7, 257, 3), (5, 3, 4096, 2)]
@@ -63,6 +65,17 @@ def test_weight_on_the_first_level_alone_still_chooses_the_rest_well(codec):
     assert error[1] <= error[0]
 
 
+@pytest.mark.parametrize("backend", ["torch", pytest.param("native", marks=needs_native)])
+def test_levels_without_weight_do_not_drown_in_rounding(backend):
+    x = torch.randn(2000, 32, generator=torch.Generator().manual_seed(0))
+    codebook, scale, *_ = fit.fit(x, 64, 4, offset=False, rounds=5, seed=0)
+    errors = []
+    for options in ({"beam": 1}, {"beam": 16, "level_weights": (1, 0, 0, 0)}):
+        codes = functional.encode(x, codebook, scale, backend=backend, **options)
+        errors.append(float((x - functional.decode(codes, codebook, scale)).square().sum()))
+    assert errors[1] <= errors[0]
+
+
 def test_beam_ties_go_to_the_lexicographically_smaller_code():
     codebook = torch.tensor([[1.0], [1.0], [3.0]])  # 0 and 1 are twins
     x = torch.tensor([[4.0]])
@@ -83,7 +96,6 @@ def test_tiles_give_the_same_codes_as_one_piece(codec, monkeypatch):
     assert torch.equal(tiled, reference.encode(x, codebook, scale, offset=offset))
 
 
-needs_native = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
 ISAS = [] if _native.extension is None else _native.extension.supported_isas()
 
 
