@@ -177,9 +177,11 @@ class RecurrentQuantizer(nn.Module):
         x = fitting.sample(x, max(64 * self.codewords, 1 << 14), self.dim, fitting.seeded(seed))
         if self.init == "kmeans":
             omega = None if self.level_weights is None else x.new_tensor(self.level_weights)
-            self._take(self._fit(x, omega=omega, rounds=8, beam=1, noise=0.0, seed=seed))
+            self._take("initialise", self._fit(x, omega=omega, rounds=8, beam=1, noise=0.0, seed=seed))
         elif self.offset is not None:
-            self.offset.copy_(x.mean(dim=0))
+            mean = x.mean(dim=0)
+            checks.finite("initialise", "the mean of x", mean, self.offset.dtype)
+            self.offset.copy_(mean)
         self._set_gamma(x)
         self._initialised.fill_(True)
 
@@ -216,7 +218,7 @@ class RecurrentQuantizer(nn.Module):
             codec = self._fit(
                 data, omega=data.new_tensor(omega), rounds=rounds, beam=beam, noise=fitting.NOISE, seed=seed
             )
-            self._take(codec)
+            self._take("fit", codec)
             self._set_gamma(data)
             self._initialised.fill_(True)
             errors.copy_(errors.new_tensor(codec.errors))
@@ -241,7 +243,10 @@ class RecurrentQuantizer(nn.Module):
             seed=seed,
         )
 
-    def _take(self, codec: fitting.Codec) -> None:
+    def _take(self, op: str, codec: fitting.Codec) -> None:
+        for found in (codec.codebook, codec.scale, codec.offset):
+            if found is not None:
+                checks.finite(op, "what x gives", found, self.codebook.dtype)
         self.codebook.copy_(codec.codebook)
         if self.w is not None:
             self.w.copy_(codec.scale[min(1, self.levels - 1)])
@@ -257,7 +262,7 @@ class RecurrentQuantizer(nn.Module):
             sample = sample if self.offset is None else sample - self.offset.float()
             best_two = torch.cdist(sample, self.codebook.float()).topk(2, dim=1, largest=False).values
             gap = float((best_two[:, 1] - best_two[:, 0]).mean())
-            self.gamma.fill_(GAMMA_C / gap if gap > 0 else 1.0)
+            self.gamma.fill_(min(GAMMA_C / gap, torch.finfo(self.gamma.dtype).max) if gap > 0 else 1.0)
 
     def usage(self, codes: Tensor | np.ndarray) -> Tensor:
         """How often each codeword appears at each level of codes [..., levels]: counts [levels, codewords] int64.

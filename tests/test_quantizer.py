@@ -303,6 +303,16 @@ def test_narrow_inputs_and_narrow_layers(layer, dtype):
     assert narrow.codebook.grad.isfinite().all()
 
 
+def test_a_narrow_layer_keeps_within_its_range():
+    layer = RecurrentQuantizer(6, 16, 3).half()
+    layer.initialise(1e-5 * data())
+    assert layer.gamma.isfinite()
+    before = copy.deepcopy(layer.state_dict())
+    with pytest.raises(ValueError, match=r"^fit: what x gives must be finite in torch.float16, got NaN or infinity"):
+        layer.fit(1e6 * data(), rounds=2)
+    assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
+
+
 def test_autocast(layer):
     linear = nn.Linear(6, 6)
     with torch.autocast("cpu", dtype=torch.bfloat16):
