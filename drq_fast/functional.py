@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _native, checks, reference
 from . import backend as _backend
@@ -415,6 +416,8 @@ def _unsupported_training(K: int, gamma: float | Tensor, *inputs: Tensor | None)
 def _unsupported_at_all(*inputs: Tensor | None) -> str | None:
     if torch.compiler.is_compiling():
         return "torch.compile cannot trace it"
+    if torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return "torch.func and forward-mode derivatives cannot see through it"
     if any(t is not None and t.dtype == torch.float64 for t in inputs):
         return "it computes in float32, and an input is float64"
     return None

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from drq_fast import BackendUnavailable, RecurrentQuantizer, _native, _training, functional, reference
 
@@ -267,6 +268,7 @@ def test_native_gradients_on_real_features(sharpness):
 
 JOB = """
 import torch
+from torch.autograd import forward_ad
 import drq_fast
 
 def step(N, D, K, M, offset):
@@ -317,6 +319,24 @@ def test_a_thousand_steps_repeat_to_the_bit():
         return list(layer.parameters())
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+@needs_native
+def test_torch_func_and_forward_mode_take_torch(codec):
+    x, codebook, scale, _ = codec(N=10, D=5, K=8, M=2)
+
+    def loss(x, backend=None):
+        return functional.loss(x, codebook, scale, gamma=1.0, backend=backend).loss
+
+    leaf = x.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf, "torch"), leaf)
+    assert torch.equal(torch.func.grad(loss)(x), expected)
+    direction = torch.ones_like(x)
+    assert torch.allclose(torch.func.jvp(loss, (x,), (direction,))[1], expected.sum())
+    with forward_ad.dual_level():
+        assert torch.allclose(forward_ad.unpack_dual(loss(forward_ad.make_dual(x, direction))).tangent, expected.sum())
+    with pytest.raises(BackendUnavailable, match=r"torch\.func"):
+        torch.func.grad(loss)(x, "native")
 
 
 def test_reference_loss_is_made_of_distortion(codec):
