@@ -274,14 +274,18 @@ def _pool(threads: int) -> ThreadPoolExecutor:
         return _pools[threads]
 
 
+def parts_of(N: int, least: int = _MIN_ROWS) -> int:
+    """Into how many parts `in_threads` divides N rows."""
+    return max(1, min(torch.get_num_threads(), N // least))
+
+
 def in_threads(work: Callable[[int, slice], None], N: int, least: int = _MIN_ROWS) -> None:
     """work(part, rows) for parts of 0..N, one per thread of torch and of at least so many rows, each in its own thread.
 
     Within them torch computes with one thread. So a tile stays in the cache of one core, and nobody has to wait for
     threads of torch's that keep spinning after a matrix product. Interrupted, it waits for the `tiles` at hand.
     """
-    threads = torch.get_num_threads()
-    parts = max(1, min(threads, N // least))
+    threads, parts = torch.get_num_threads(), parts_of(N, least)
     if parts == 1:
         with torch.no_grad():
             work(0, slice(0, N))

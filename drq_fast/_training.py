@@ -112,7 +112,7 @@ class _Totals:
 
     def __init__(self, levels: _Levels) -> None:
         self.levels, self.codec = levels, levels.codec
-        self.sums = [_Sums(self.codec) for _ in range(torch.get_num_threads())]
+        self.sums = [_Sums(self.codec) for _ in range(_native.parts_of(len(levels.x)))]
         self.dx = floats(len(levels.x), self.codec.D)
         levels.native.large_pages(self.dx.data_ptr(), self.dx.nbytes)
         self.dcodebook = floats(self.codec.P, self.codec.D).zero_()

@@ -92,6 +92,18 @@ def test_a_tensor_gamma_is_looked_at(codec, op, gamma):
         op(x, codebook, scale, gamma=torch.tensor(gamma), backend="native")
 
 
+def test_few_rows_need_the_sums_of_one_thread(codec, monkeypatch):
+    made, plain = [], _training._Sums
+    monkeypatch.setattr(_training, "_Sums", lambda codec: made.append(plain(codec)) or made[-1])
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        run(functional.distortion, codec(N=20, D=5, K=40, M=2), gamma=1.0)
+    finally:
+        torch.set_num_threads(before)
+    assert len(made) == 1
+
+
 def agreeing_rows(inputs, sharpness):
     """(inputs without the rows where float32 and float64 choose differently, gamma = sharpness / mean d_0)."""
     x, codebook, scale, offset = inputs
