@@ -64,10 +64,16 @@ def use_backend(name: str) -> Iterator[None]:
         _forced.name = before
 
 
-def choose(op: str, device: torch.device, requested: str | None = None, unsupported: str | None = None) -> str:
+def choose(
+    op: str,
+    device: torch.device,
+    requested: str | None = None,
+    unsupported: str | None = None,
+    torch_is_faster: bool = False,
+) -> str:
     """The backend for `op` on `device`: the requested one, or the fastest that works here.
 
-    unsupported: why only "torch" can take the inputs at hand, if so.
+    unsupported: why only "torch" can take the inputs at hand, if so. torch_is_faster: for the inputs at hand.
     """
     wanted = requested or _forced.name
     explicit = wanted or os.environ.get("DRQ_FAST_BACKEND") or None
@@ -78,7 +84,7 @@ def choose(op: str, device: torch.device, requested: str | None = None, unsuppor
         if reason is not None:
             raise BackendUnavailable(f"{op}: backend {explicit!r} cannot be used on {device.type}: {reason}.")
         return explicit
-    for name in FASTER.get((op, device.type), ()):
+    for name in () if torch_is_faster else FASTER.get((op, device.type), ()):
         if unsupported is None and why_not(name, op, device.type) is None:
             return name
         if name == "native":

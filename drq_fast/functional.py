@@ -51,7 +51,7 @@ def quantize(
     checks.vectors("quantize", "x", x, D, codebook.device)
     checks.gamma("quantize", gamma)
     unsupported = _unsupported_training(K, gamma, x, codebook, scale, offset)
-    taken = _backend.choose("quantize", x.device, backend, unsupported)
+    taken = _backend.choose("quantize", x.device, backend, unsupported, _few(x, codebook, scale))
     compute: Callable[..., Quantized] = reference.quantize
     compute = {"native": _native_quantize, "triton": _triton_quantize}.get(taken, compute)
     return compute(x, codebook, scale, gamma=gamma, offset=offset)
@@ -76,7 +76,7 @@ def distortion(
     checks.vectors("distortion", "x", x, D, codebook.device)
     checks.gamma("distortion", gamma)
     unsupported = _unsupported_training(K, gamma, x, codebook, scale, offset)
-    taken = _backend.choose("distortion", x.device, backend, unsupported)
+    taken = _backend.choose("distortion", x.device, backend, unsupported, _few(x, codebook, scale))
     compute: Callable[..., Distortion] = reference.distortion
     compute = {"native": _native_distortion, "triton": _triton_distortion}.get(taken, compute)
     return compute(x, codebook, scale, gamma=gamma, offset=offset)
@@ -109,7 +109,7 @@ def loss(
     omega = checks.level_weights("loss", level_weights, M)
     unsupported = _unsupported_training(K, gamma, x, codebook, scale, offset)
     per_level = None if omega is None else torch.tensor(omega, dtype=torch.float32, device=x.device)
-    taken = _backend.choose("loss", x.device, backend, unsupported)
+    taken = _backend.choose("loss", x.device, backend, unsupported, _few(x, codebook, scale))
     if taken == "native":
         ones = _native.floats(M).fill_(1) if per_level is None else per_level
         with torch.autocast(x.device.type, enabled=False):
@@ -150,7 +150,7 @@ def encode(
     weights = checks.level_weights("encode", level_weights, M)
     omega = None if weights is None else torch.tensor(weights, dtype=torch.float32, device=x.device)
     unsupported = _unsupported_levels(K, x, codebook, scale, offset)
-    taken = _backend.choose("encode", x.device, backend, unsupported)
+    taken = _backend.choose("encode", x.device, backend, unsupported, _few(x, codebook, scale))
     compute: Callable[..., Tensor] = reference.encode
     compute = {"native": _native.encode, "triton": _triton_encode}.get(taken, compute)
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
@@ -377,6 +377,11 @@ def _check_search(
     checks.choice(op, "metric", metric, checks.METRICS)
     checks.norms(op, norms, len(codes), codebook.device)
     return codes, checks.levels(op, levels, codes.shape[1])
+
+
+def _few(x: Tensor, codebook: Tensor, scale: Tensor) -> bool:
+    """Whether x on the CPU has so few rows that C C^T takes longer than all distances."""
+    return x.device.type == "cpu" and 1024 <= len(codebook) >= 4 * len(x) * len(scale)
 
 
 def _no_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
