@@ -33,33 +33,27 @@ def quick_start(N: int, D: int) -> Callable[[], fit.Codec]:
     return lambda: fit.fit(x, K, M, rounds=8, beam=1, noise=0.0, seed=0)
 
 
-def faiss_rq(N: int, D: int) -> Callable[[], Any]:
-    """ResidualQuantizer with its default beam of 5: four codebooks for codes of this one length."""
+def faiss_quantizer(kind: str, N: int, D: int) -> Callable[[], Any]:
     array = inputs(N, D).numpy()
     import faiss  # after torch: each brings an OpenMP runtime, and crashes have depended on the order
 
     faiss.omp_set_num_threads(torch.get_num_threads())
 
     def train() -> Any:
-        quantizer = faiss.ResidualQuantizer(D, M, 8)
+        quantizer = getattr(faiss, kind)(D, M, 8)
         quantizer.train(array)
         return quantizer
 
     return train
+
+
+def faiss_rq(N: int, D: int) -> Callable[[], Any]:
+    """With its default beam of 5: four codebooks for codes of this one length."""
+    return faiss_quantizer("ResidualQuantizer", N, D)
 
 
 def faiss_pq(N: int, D: int) -> Callable[[], Any]:
-    array = inputs(N, D).numpy()
-    import faiss
-
-    faiss.omp_set_num_threads(torch.get_num_threads())
-
-    def train() -> Any:
-        quantizer = faiss.ProductQuantizer(D, M, 8)
-        quantizer.train(array)
-        return quantizer
-
-    return train
+    return faiss_quantizer("ProductQuantizer", N, D)
 
 
 def agrees(codec: fit.Codec, N: int, D: int) -> bool:

@@ -4,7 +4,8 @@
     python benchmarks/quality.py --data embeddings.npy --train 50000 --name GloVe
 
 A .npz file holds `x` [N, D] and, where x is scaled, `step` [D]; a .npy file holds x. The table is printed, and written
-between the marks of that name in docs/results.md. Rows that the file of --keep holds already are not computed again.
+between the marks of that name in docs/results.md; without a name, ours and faiss RQ are printed and nothing is written.
+Rows of the table that the file of --keep holds already are not computed again.
 """
 
 from __future__ import annotations
@@ -33,12 +34,12 @@ Errors = list[float]  # at 8, 16, 24 and 32 bits
 class Data:
     """x [train, D] to fit to, held_out [rows, D], and their squared error by the mean of x alone."""
 
-    def __init__(self, path: Path, train: int, held_out: int, seed: int) -> None:
+    def __init__(self, path: Path, train: int, held_out: int, seed: int, skip: int) -> None:
         file = np.load(path, mmap_mode="r")
         values = file["x"] if path.suffix == ".npz" else file
         step = file["step"] if path.suffix == ".npz" and "step" in file else 1.0
-        rows = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))[: train + held_out].numpy()
-        x = torch.tensor(values[rows] * step, dtype=torch.float32)
+        order = torch.randperm(len(values), generator=torch.Generator().manual_seed(seed))[skip:]
+        x = torch.tensor(values[order[: train + held_out].numpy()] * step, dtype=torch.float32)
         self.x, self.held_out, self.seed = x[:train], x[train:], seed
         self.total = (self.held_out - self.x.mean(dim=0)).square().sum()
 
@@ -126,6 +127,13 @@ def measure(data: Data, known: dict[str, Errors], note: Callable[[], None]) -> N
             note()
 
 
+def check(data: Data) -> None:
+    """Ours and faiss RQ alone, and their ratio, at every length."""
+    for L, error in enumerate(ours(data)[0], start=1):
+        peer = faiss_error(data, PEERS[next(iter(PEERS))], L)
+        print(f"{8 * L} bits: {error:.4f}, faiss RQ {peer:.4f}, ratio {error / peer:.3f}", flush=True)
+
+
 def table(known: dict[str, Errors], title: str, data: Data, origin: dict[str, Any], command: str) -> str:
     """Errors, and in brackets relative to faiss RQ; markdown."""
     best = known[next(iter(PEERS))]
@@ -163,10 +171,13 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=20_000)
     parser.add_argument("--held-out", type=int, default=40_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", required=True)
+    parser.add_argument("--skip", type=int, default=0, help="rows to leave out: those that choices were made with")
+    parser.add_argument("--name", help="of the table in docs/results.md; without it ours and faiss RQ are printed only")
     parser.add_argument("--keep", type=Path, help="JSON file of rows; read if it is there, written after every row")
     options = parser.parse_args()
-    data = Data(options.data, options.train, options.held_out, options.seed)
+    data = Data(options.data, options.train, options.held_out, options.seed, options.skip)
+    if options.name is None:
+        return check(data)
     known: dict[str, Errors] = {}
     if options.keep and options.keep.exists():
         known = json.loads(options.keep.read_text())

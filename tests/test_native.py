@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from drq_fast import _native
+
 pytest.importorskip("setuptools", reason="setup.py, which has the flags, needs setuptools")
 ROOT = Path(__file__).parents[1]
 SETUP: dict[str, Any] = runpy.run_path(str(ROOT / "setup.py"))
@@ -85,14 +87,15 @@ TESTS = pytest.mark.parametrize(("test", "cases"), [("search_test", 300), ("leve
 
 @TESTS
 def test_every_instruction_set(builder, test, cases):
-    run(builder.executable(test), cases)
+    done_by = run(builder.executable(test), cases).split(" by ")[1].split()
+    assert done_by == (["portable"] if _native.extension is None else _native.extension.supported_isas())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["address,undefined,float-cast-overflow", "thread"])
 @TESTS
 def test_sanitizers(builder, test, cases, kind):
-    run(builder.executable(test, *SANITIZED, f"-fsanitize={kind}"), cases // 2)
+    assert "portable" in run(builder.executable(test, *SANITIZED, f"-fsanitize={kind}"), cases // 2)
 
 
 @pytest.mark.skipif(not SIMDE.exists(), reason="SIMDe is not installed (Debian: libsimde-dev)")

@@ -64,7 +64,10 @@ struct One {
     float low = sign * entries[0], high = low, most = 0;
     for (int64_t k = 1; k < job.K; ++k)
       low = std::fmin(low, sign * entries[k]), high = std::fmax(high, sign * entries[k]);
-    for (int64_t m = 0; m < job.M; ++m) most = std::fmax(most, std::fabs(job.scale[m]));
+    for (int64_t m = 0; m < job.M; ++m) {
+      if (!std::isfinite(job.scale[m])) return false;
+      most = std::fmax(most, std::fabs(job.scale[m]));
+    }
     const float per_step = high > low ? 255 / (high - low) : 1, whole = most > 0 ? 127 / most : 1;
     unit = per_step * whole, magnitude = std::fabs(job.constants[q]);
     int8_t weights[16] = {};
