@@ -7,6 +7,8 @@ import itertools
 import pytest
 import torch
 
+import drq_fast
+from drq_fast.retrieval import evaluate
 from drq_fast.retrieval.evaluate import average_precision
 
 
@@ -46,3 +48,95 @@ def test_a_large_tie_with_few_relevant_items():
     generator = torch.Generator().manual_seed(0)
     runs = [plain(relevant[1, torch.randperm(1000, generator=generator)].tolist(), 10) for _ in range(4000)]
     assert result[1].item() == pytest.approx(sum(runs) / 4000, abs=0.015)
+
+
+def random_codes(seed: int, N: int = 300, C: int = 4):
+    """A layer with fitted codes that tie often, labels (several per item), queries and theirs."""
+    generator = torch.Generator().manual_seed(seed)
+    x, query = torch.randn(N, 6, generator=generator), torch.randn(9, 6, generator=generator)
+    layer = drq_fast.RecurrentQuantizer(6, 8, 3)
+    layer.initialise(x, seed=0)
+    labels = torch.rand(N, C, generator=generator) < 0.3
+    query_labels = torch.rand(9, C, generator=generator) < 0.4
+    query_labels[3] = False  # a query to which nothing is relevant
+    return layer, layer.encode(x), labels, query, query_labels
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
+@pytest.mark.parametrize("R", [None, 1, 20, 150, 1000])
+def test_codes_are_ranked_as_all_items_with_their_ties_would_be(metric, R):
+    layer, codes, labels, query, query_labels = random_codes(0)
+    found = evaluate.evaluate_codes(layer, codes, labels, query, query_labels, R=R, metric=metric, depths=(1, 10, 300))
+    relevant = (query_labels.float() @ labels.float().T) > 0
+    for L, figures in enumerate(found, 1):
+        scores = drq_fast.functional.adc(
+            query, codes[:, :L], layer.codebook, layer.scale[:L], offset=layer.offset, metric=metric
+        ).detach()
+        expected = average_precision(scores, relevant, R, largest=metric != "l2").mean().item()
+        assert figures.mean_average_precision == pytest.approx(expected, abs=1e-12)
+        assert figures.bits == 3 * L
+        assert figures.precision[2] == pytest.approx(relevant.double().mean().item())
+
+
+def test_precision_and_recall_are_averages_over_the_orders_of_ties():
+    layer, codes, labels, query, query_labels = random_codes(1)
+    (figures, *_) = evaluate.evaluate_codes(layer, codes, labels, query, query_labels, depths=(1, 7, 40, 600))
+    relevant = (query_labels.float() @ labels.float().T) > 0
+    scores = drq_fast.functional.adc(query, codes[:, :1], layer.codebook, layer.scale[:1], offset=layer.offset)
+    generator = torch.Generator().manual_seed(0)
+    hits = torch.zeros(9, 300, dtype=torch.float64)
+    rounds = 3000
+    for _ in range(rounds):  # a stable sort of shuffled items is a random order of ties
+        shuffled = torch.randperm(300, generator=generator)
+        order = shuffled[scores.detach()[:, shuffled].sort(dim=1, stable=True).indices]
+        hits += relevant.gather(1, order).double().cumsum(dim=1) / rounds
+    for depth, precision in zip((1, 7, 40), figures.precision, strict=False):
+        assert precision == pytest.approx(hits[:, depth - 1].mean().item() / depth, abs=0.015)
+    assert figures.precision[3] == pytest.approx(relevant.sum(dim=1).double().mean().item() / 600)
+    answered = hits[:, -1] > 0.5
+    hits = hits[answered]
+    for percent in (1, 25, 50, 99, 100):
+        wanted = hits[:, -1:] * percent / 100
+        place = torch.searchsorted(hits, wanted - 1e-9)  # items before, so the next one reaches it
+        reached = hits.gather(1, place)
+        before = torch.where(place > 0, hits.gather(1, (place - 1).clamp_min(0)), 0)
+        at = place + (wanted - before) / (reached - before)
+        expected = (wanted / at).mean().item()
+        assert figures.precision_at_recall[percent - 1] == pytest.approx(expected, rel=0.03)
+
+
+def test_vectors_and_copies_of_them():
+    layer, codes, labels, query, query_labels = random_codes(2)
+    distinct, copies = torch.unique(codes, dim=0, return_inverse=True)
+    x = layer.decode(distinct)
+    by_code = evaluate.evaluate_codes(layer, codes, labels, query, query_labels, R=70)[-1]
+    by_vector = evaluate.evaluate_vectors(x, labels, query, query_labels, R=70, copies=copies)
+    assert by_vector.mean_average_precision == pytest.approx(by_code.mean_average_precision, abs=1e-6)
+    for metric, largest in (("l2", False), ("ip", True), ("cosine", True)):
+        scores = torch.cdist(query, x[copies]) if metric == "l2" else query @ x[copies].T
+        scores = torch.cosine_similarity(query[:, None], x[copies], dim=2) if metric == "cosine" else scores
+        relevant = (query_labels.float() @ labels.float().T) > 0
+        figures = evaluate.evaluate_vectors(x, labels, query, query_labels, metric=metric, copies=copies)
+        expected = average_precision(scores, relevant, largest=largest).mean().item()
+        assert figures.mean_average_precision == pytest.approx(expected, abs=1e-3)
+
+
+def test_recall_by_hand():
+    found = torch.tensor([[1, 2, 3], [4, 5, -1]])
+    assert evaluate.recall(found, torch.tensor([[3, 9], [4, 5]])) == pytest.approx(3 / 4)
+    with pytest.raises(ValueError, match=r"^recall: found and neighbours must be \[Q, k\] and \[Q, t\], got"):
+        evaluate.recall(found, torch.tensor([[3, 9]]))
+
+
+def test_wrong_arguments():
+    layer, codes, labels, query, query_labels = random_codes(0)
+    with pytest.raises(
+        ValueError, match=r"^evaluate_codes: labels must be bool \[300, C\], got torch.bool \[299, 4\]\.$"
+    ):
+        evaluate.evaluate_codes(layer, codes, labels[1:], query, query_labels)
+    with pytest.raises(ValueError, match=r"^evaluate_codes: query_labels must be \[Q, 4\], got \[9, 3\]\.$"):
+        evaluate.evaluate_codes(layer, codes, labels, query, query_labels[:, 1:])
+    with pytest.raises(ValueError, match=r"must be at least one of each, got 300 and 0\.$"):
+        evaluate.evaluate_codes(layer, codes, labels, query[:0], query_labels[:0])
+    with pytest.raises(ValueError, match=r"^evaluate_codes: R and depths must be an integer of at least 1, got 0\.$"):
+        evaluate.evaluate_codes(layer, codes, labels, query, query_labels, R=0)

@@ -1,1 +1,1 @@
-"""Image retrieval on top of the layer and the index."""
+"""The paper's image retrieval: features with intermediate supervision, three-stage training, mAP at every length."""

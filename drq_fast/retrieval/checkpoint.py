@@ -1,0 +1,55 @@
+"""Training interrupted and resumed: model, optimiser and position in one file that is whole or not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .. import files
+
+
+def save(
+    path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run: dict[str, Any], position: dict[str, Any]
+) -> None:
+    """Writes the file, replacing an old one atomically. run: settings that a later start must share."""
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
+    for number, state in optimiser.state_dict()["state"].items():
+        tensors |= {f"optimiser.{number}.{name}": value for name, value in state.items()}
+    tensors = {name: value.clone() for name, value in tensors.items()}  # parameters may share memory, files may not
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write(path, "training", tensors, {"run": run, "position": position})
+
+
+def restore(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run: dict[str, Any]) -> dict[str, Any]:
+    """Puts model and optimiser where they were; returns the position, or FileError where the file is another run's."""
+    tensors, stored, _ = files.read(path, "training")
+    found, wanted = _flat(stored.get("run", {})), _flat(json.loads(json.dumps(run)))
+    for name in wanted:
+        if found.get(name) != wanted[name]:
+            there, here = found.get(name), wanted[name]
+            raise files.FileError(f"train: {path} is of another run: {name} is {there} there and {here} here.")
+    weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
+    expected = model.state_dict()
+    for name in sorted({*weights, *expected}):
+        if name not in weights or name not in expected or weights[name].shape != expected[name].shape:
+            raise files.FileError(f"train: {path} is of another model: it differs in {name!r}.")
+    model.load_state_dict(weights)
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if name.startswith("optimiser."):
+            _, number, entry = name.split(".")
+            state.setdefault(int(number), {})[entry] = value
+    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    return stored["position"]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by dotted names."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat

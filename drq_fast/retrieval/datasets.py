@@ -1,0 +1,349 @@
+"""Images and features with their labels: CIFAR-10, lists of files, folders, arrays; and the vectors of class names.
+
+Labels are bool [N, C]. A set of items gives a batch for a list of row numbers, so that decoding can be left to worker
+processes; nothing here is random.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from .. import checks
+from ..files import FileError
+
+Source = str | os.PathLike[str]
+SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff"}
+
+
+class Items(Dataset[Tensor]):
+    """N items with labels [N, C] bool and the names of the C classes; `items[rows]` is a batch.
+
+    list_number [N] int64 says which list an item came from where several were read, and is 0 elsewhere.
+    """
+
+    def __init__(self, labels: Tensor, classes: Sequence[str], list_number: Tensor | None = None) -> None:
+        empty = (~labels.any(dim=0)).nonzero().squeeze(1).tolist()
+        if empty:
+            raise FileError(f"datasets: the class {classes[empty[0]]!r} has no items.")
+        self.labels, self.classes = labels, tuple(classes)
+        self.list_number = torch.zeros(len(labels), dtype=torch.int64) if list_number is None else list_number
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        raise NotImplementedError
+
+
+class Images(Items):
+    """Pixels in memory, uint8 [N, 3, H, W]."""
+
+    def __init__(self, pixels: np.ndarray, labels: Tensor, classes: Sequence[str]) -> None:
+        super().__init__(labels, classes)
+        self.pixels = pixels
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        return torch.from_numpy(self.pixels[np.asarray(rows)])
+
+
+class ImageFiles(Items):
+    """Files that Pillow decodes: a batch is uint8 [n, 3, size, size], the middle of each image at that height."""
+
+    def __init__(
+        self,
+        paths: Sequence[Path],
+        labels: Tensor,
+        classes: Sequence[str],
+        size: int = 256,
+        list_number: Tensor | None = None,
+    ) -> None:
+        super().__init__(labels, classes, list_number)
+        self.paths, self.size = list(paths), checks.integer("datasets", "size", size, 1)
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        return torch.stack([_decode(self.paths[row], self.size) for row in rows])
+
+
+class FeatureArray(Items):
+    """Features of any real dtype [N, D], in memory or in a mapped file; a batch is float32, times `step` if given."""
+
+    def __init__(self, x: np.ndarray, labels: Tensor, classes: Sequence[str], step: np.ndarray | None = None) -> None:
+        super().__init__(labels, classes)
+        self.x, self.step = x, step
+
+    def __getitem__(self, rows: Any) -> Tensor:
+        batch = np.asarray(self.x[np.asarray(rows)], dtype=np.float32)
+        return torch.from_numpy(batch if self.step is None else batch * self.step)
+
+
+def cifar10(folder: Source) -> Images:
+    """CIFAR-10 from its official binary files or its python batches: 50,000 training images, then 10,000 others."""
+    root = Path(folder)
+    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    if (root / f"{names[0]}.bin").exists():
+        parts = [_binary_batch(root / f"{name}.bin") for name in names]
+        listed = root / "batches.meta.txt"
+        classes = listed.read_text().split() if listed.exists() else []
+    elif (root / names[0]).exists():
+        parts = [_python_batch(root / name) for name in names]
+        listed = root / "batches.meta"
+        classes = [c.decode() for c in _unpickle(listed)[b"label_names"]] if listed.exists() else []
+    else:
+        raise FileNotFoundError(f"datasets: {root} holds neither data_batch_1.bin nor data_batch_1 of CIFAR-10.")
+    classes = classes if len(classes) == 10 else [str(c) for c in range(10)]
+    label = np.concatenate([part[1] for part in parts])
+    return Images(np.concatenate([part[0] for part in parts]), one_hot(label, 10), classes)
+
+
+def image_folder(folder: Source, size: int = 256) -> ImageFiles:
+    """Images in one folder per class, named like it."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise FileNotFoundError(f"datasets: {root} is not a folder.")
+    classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    if not classes:
+        raise FileError(f"datasets: {root} must hold one folder per class, got none.")
+    found = [[p for p in sorted((root / c).rglob("*")) if p.suffix.lower() in SUFFIXES] for c in classes]
+    label = np.repeat(np.arange(len(classes)), [len(paths) for paths in found])
+    return ImageFiles([p for paths in found for p in paths], one_hot(label, len(classes)), classes, size)
+
+
+def image_list(
+    lists: Source | Sequence[Source], root: Source | None = None, classes: Sequence[str] | None = None, size: int = 256
+) -> ImageFiles:
+    """Images of text files with a line each, `path 0 1 0 ...` (a column per class) or `path class_id`.
+
+    Paths are relative to `root`, the folder of the first list by default. Ids count up from 0. Of several lists, as
+    ImageNet has one to train and one to validate, `list_number` tells which an image came from.
+    """
+    files = [Path(lists)] if isinstance(lists, (str, os.PathLike)) else [Path(name) for name in lists]
+    base = files[0].parent if root is None else Path(root)
+    lines = [line for number, file in enumerate(files) for line in _lines(number, file)]
+    ids = len(lines[0].values) == 1
+    named = len(lines[0].values) if classes is None else len(classes)
+    C = max(max(line.values[0] for line in lines) + 1, 1) if ids and classes is None else named
+    for line in lines:
+        where = f"line {line.place} of {files[line.number]}"
+        if ids and len(line.values) == 1:
+            if not 0 <= line.values[0] < C:
+                raise FileError(f"datasets: {where} has class {line.values[0]}, not one of 0..{C - 1}.")
+        elif len(line.values) != C or not set(line.values) <= {0, 1}:
+            raise FileError(f"datasets: {where} must have {C} columns of 0 or 1 after the path.")
+    values = np.array([line.values for line in lines])
+    labels = one_hot(values[:, 0], C) if ids else torch.from_numpy(values.astype(bool))
+    names = [str(c) for c in range(C)] if classes is None else list(classes)
+    numbers = torch.tensor([line.number for line in lines])
+    return ImageFiles([base / line.path for line in lines], labels, names, size, numbers)
+
+
+def features(path: Source, labels: Source | np.ndarray | None = None) -> FeatureArray:
+    """Features from `.npy` [N, D], which stays on disk, with labels from a `.npy` beside it; or from `.npz`.
+
+    An `.npz` holds x, label and, where x is of integers, step [D], the size of one. Labels are class numbers [N] or
+    flags [N, C].
+    """
+    file = Path(path)
+    pack = _numpy(file)
+    step = None
+    if isinstance(pack, np.ndarray):
+        x, label = pack, labels
+        if label is None:
+            raise FileError(f"datasets: {file} holds no labels; name their file or give them as an array.")
+    else:
+        missing = {"x", "label"} - set(pack.files)
+        if missing:
+            raise FileError(f"datasets: {file} has no array {sorted(missing)[0]!r}.")
+        x, label = pack["x"], pack["label"] if labels is None else labels
+        step = pack["step"] if "step" in pack.files else None
+    label = label if isinstance(label, np.ndarray) else _numpy(Path(label))
+    if x.ndim != 2 or len(label) != len(x):
+        raise FileError(f"datasets: {file} must hold x [N, D] and N labels, got {list(x.shape)} and {len(label)}.")
+    flags = torch.from_numpy(label.astype(bool)) if label.ndim == 2 else one_hot(label, int(label.max()) + 1)
+    return FeatureArray(x, flags, [str(c) for c in range(flags.shape[1])], step)
+
+
+def one_hot(label: np.ndarray, classes: int) -> Tensor:
+    """Class numbers [N] as bool [N, classes]."""
+    numbers = torch.from_numpy(np.asarray(label).astype(np.int64))
+    wrong = ((numbers < 0) | (numbers >= classes)).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise FileError(f"datasets: item {row} has class {int(numbers[row])}, not one of 0..{classes - 1}.")
+    return torch.nn.functional.one_hot(numbers, classes).bool()
+
+
+def read_words(path: Source | None, classes: Sequence[str]) -> Tensor:
+    """Vectors [C, E] for the names of classes: a matrix with a row per class, or a text file of word vectors.
+
+    The matrix is text or `.npy`, its rows in the order of the classes. In a text file of word vectors (GloVe,
+    word2vec) every line begins with its word; of a name of several words the mean is taken. None: one-hot vectors,
+    so that all margins are 1.
+    """
+    if path is None:
+        return torch.eye(len(classes))
+    file = Path(path)
+    if file.suffix == ".npy":
+        matrix = _numpy(file)
+    else:
+        try:
+            with file.open() as text:
+                first = next((line for line in text if line.strip()), "").split()
+        except (OSError, UnicodeDecodeError) as error:
+            raise FileError(f"datasets: {file} cannot be read as text ({error}).") from error
+        matrix = _matrix(file) if _numeric(first) else _named_rows(file, classes)
+    if not isinstance(matrix, np.ndarray) or matrix.ndim != 2 or len(matrix) != len(classes):
+        size = getattr(matrix, "shape", None)
+        raise FileError(f"datasets: {file} must have {len(classes)} rows, one per class, got {list(size or ())}.")
+    words = torch.from_numpy(matrix.astype(np.float32))
+    if not bool(torch.isfinite(words).all()) or not bool(words.any(dim=1).all()):
+        raise FileError(f"datasets: {file} has a row that is 0 or not finite.")
+    return words
+
+
+def _named_rows(file: Path, classes: Sequence[str]) -> np.ndarray:
+    """The vectors of these names, words that are not asked for skipped."""
+    parts = [name.lower().replace("_", " ").replace("-", " ").split() for name in classes]
+    wanted = {word for name in parts for word in name}
+    found: dict[str, np.ndarray] = {}
+    with file.open(encoding="utf-8", errors="replace") as text:
+        for line in text:
+            word, _, numbers = line.rstrip().partition(" ")
+            word = word.lower()
+            if word in wanted and word not in found:
+                try:
+                    found[word] = np.array(numbers.split(), dtype=np.float32)
+                except ValueError:
+                    raise FileError(f"datasets: {file} has a line of {word!r} that is not numbers.") from None
+    missing = sorted(wanted - found.keys())
+    if missing:
+        raise FileError(f"datasets: {file} has no vector for {missing[0]!r}.")
+    widths = sorted({len(vector) for vector in found.values()})
+    if len(widths) > 1:
+        raise FileError(f"datasets: {file} has vectors of {widths[0]} and of {widths[1]} numbers.")
+    return np.stack([np.mean([found[word] for word in name], axis=0) for name in parts])
+
+
+def _matrix(file: Path) -> np.ndarray:
+    try:
+        return np.loadtxt(file, dtype=np.float32, ndmin=2)
+    except ValueError as error:
+        raise FileError(f"datasets: {file} cannot be read as a matrix ({error}).") from error
+
+
+def _numeric(fields: Sequence[str]) -> bool:
+    """Whether all are numbers, more of them than the header of a word2vec file has."""
+    try:
+        return len([float(field) for field in fields]) > 2
+    except ValueError:
+        return False
+
+
+class _Line(NamedTuple):
+    """Of a list of images: the number of the list, the place in it, the path and the integers behind it."""
+
+    number: int
+    place: int
+    path: str
+    values: list[int]
+
+
+def _lines(number: int, file: Path) -> list[_Line]:
+    """All lines that are not empty."""
+    try:
+        text = file.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"datasets: {file} cannot be read ({error}).") from error
+    lines = []
+    for place, line in enumerate(text.splitlines(), 1):
+        path, *fields = line.split() or [""]
+        if not path:
+            continue
+        if not fields:
+            raise FileError(f"datasets: line {place} of {file} has no label.")
+        try:
+            lines.append(_Line(number, place, path, [int(field) for field in fields]))
+        except ValueError:
+            raise FileError(f"datasets: line {place} of {file} must be a path and integers, got {line!r}.") from None
+    if not lines:
+        raise FileError(f"datasets: {file} lists no images.")
+    return lines
+
+
+def _decode(path: Path, size: int) -> Tensor:
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise ImportError("Images need Pillow: `pip install drq_fast[retrieval]`.") from error
+    try:
+        with Image.open(path) as image:
+            rgb = image.convert("RGB")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"datasets: the image {path} is missing.") from None
+    except Exception as error:  # Pillow's decoders raise nearly anything
+        raise FileError(f"datasets: the image {path} cannot be decoded ({error}).") from error
+    ratio = size / min(rgb.size)
+    width, height = (max(size, round(side * ratio)) for side in rgb.size)
+    left, top = (width - size) // 2, (height - size) // 2
+    resized = rgb.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
+    return torch.from_numpy(np.array(resized)).permute(2, 0, 1).contiguous()
+
+
+def _binary_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Records of a label and 3 x 32 x 32 pixels."""
+    try:
+        content = np.fromfile(path, dtype=np.uint8)
+    except OSError as error:
+        raise type(error)(f"datasets: {path} cannot be read: {error.strerror or error}.") from error
+    if len(content) == 0 or len(content) % 3073:
+        raise FileError(f"datasets: {path} is not whole: {len(content)} bytes are no multiple of 3073.")
+    records = content.reshape(-1, 3073)
+    return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
+
+
+def _python_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
+    batch = _unpickle(path)
+    try:
+        return np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32), np.asarray(batch[b"labels"])
+    except (KeyError, ValueError, TypeError) as error:
+        raise FileError(f"datasets: {path} is not a batch of CIFAR-10 ({error!r}).") from error
+
+
+class _Arrays(pickle.Unpickler):
+    """Reads containers and numpy arrays, and runs nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What a pickle may name."""
+        if module.startswith("numpy") and name in ("_reconstruct", "ndarray", "dtype"):
+            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
+        if (module, name) == ("_codecs", "encode"):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it wants {module}.{name}")
+
+
+def _unpickle(path: Path) -> Any:
+    try:
+        with path.open("rb") as file:
+            return _Arrays(file, encoding="bytes").load()
+    except FileNotFoundError:
+        raise FileNotFoundError(f"datasets: {path} is missing.") from None
+    except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, ImportError, IndexError) as error:
+        raise FileError(f"datasets: {path} is not a batch of CIFAR-10 ({error}).") from error
+
+
+def _numpy(path: Path) -> Any:
+    """An array, mapped from `.npy`, or the arrays of an `.npz`."""
+    try:
+        return np.load(path, mmap_mode="r" if path.suffix == ".npy" else None, allow_pickle=False)
+    except FileNotFoundError:
+        raise FileNotFoundError(f"datasets: {path} is missing.") from None
+    except Exception as error:  # zipfile and numpy raise nearly anything
+        raise FileError(f"datasets: {path} is not a whole .npy or .npz file ({error}).") from error

@@ -1,0 +1,94 @@
+"""The paper's network: a backbone, the head fc8 | fc9 and the recurrent quantizer; every ablation is one switch."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from .. import checks
+from ..quantizer import RecurrentQuantizer
+from .backbones import Features, Head
+
+
+class Setting(NamedTuple):
+    """What a row of the ablation table keeps: the layers of the head, the losses, the weights of E_h, E_s and E_j."""
+
+    fc8: bool = True
+    fc9: bool = True
+    semantic: bool = True
+    triplet: bool = True
+    errors: tuple[float, float, float] = (1.0, 1.0, 1.0)
+
+
+ABLATIONS = {
+    "none": Setting(),
+    "unsupervised": Setting(fc8=False, fc9=False, semantic=False, triplet=False),
+    "no_semantic": Setting(fc9=False, semantic=False),
+    "no_triplet": Setting(fc8=False, triplet=False),
+    "soft_only": Setting(errors=(0.0, 1.0, 0.0)),
+    "no_joint": Setting(errors=(1.0, 1.0, 0.0)),
+    "no_concat": Setting(fc8=False),
+}
+
+
+class ModelOutput(NamedTuple):
+    """x [N, D] and z [N, E] or None, the features; error: the quantizer's loss, 0 with no level."""
+
+    x: Tensor
+    z: Tensor | None
+    error: Tensor
+
+
+class Model(nn.Module):
+    """Batches to features x [N, dim] and their codes.
+
+    backbone: a module with an attribute `dim`. words [C, E]: a vector per class, which fc9 is as wide as. dim: of x;
+    300 where an ablation leaves fc9 alone, the backbone's own where it leaves none. Further arguments go to the
+    quantizer.
+
+    >>> model = Model(EfficientNetLite0(), words)
+    """
+
+    words: Tensor
+
+    def __init__(
+        self,
+        backbone: nn.Module,
+        words: Tensor,
+        *,
+        dim: int = 2048,
+        codewords: int = 256,
+        levels: int = 4,
+        ablation: str = "none",
+        activation: str = "tanh",
+        **quantizer: Any,
+    ) -> None:
+        super().__init__()
+        checks.choice("Model", "ablation", ablation, tuple(ABLATIONS))
+        checks.floating("Model", "words", words)
+        if words.ndim != 2 or 0 in words.shape:
+            checks.fail("Model", "words", "[C, E], a vector per class", checks.shape_of(words))
+        self.ablation, self.setting, self.backbone = ablation, ABLATIONS[ablation], backbone
+        self.register_buffer("words", words.float().clone())
+        width, E = checks.integer("Model", "backbone.dim", getattr(backbone, "dim", None), 1), words.shape[1]
+        self.head: Head | None = None
+        if self.setting.fc8 or self.setting.fc9:
+            fc9 = E if self.setting.fc9 else 0
+            fc8 = checks.integer("Model", "dim", dim, fc9 + 1) - fc9 if self.setting.fc8 else 0
+            self.head = Head(width, fc8, fc9, activation)
+            width = fc8 + fc9
+        self.quantizer = RecurrentQuantizer(width, codewords, levels, weights=self.setting.errors, **quantizer)
+
+    def features(self, inputs: Tensor) -> Features:
+        """A batch as the backbone takes it to x [N, dim] and z [N, E] or None."""
+        raw = self.backbone(inputs)
+        return Features(raw, None) if self.head is None else self.head(raw)
+
+    def forward(self, inputs: Tensor, levels: int = 0, detach: bool = False) -> ModelOutput:
+        """Features and the error of the first `levels` levels; `detach` keeps that error from the features."""
+        x, z = self.features(inputs)
+        if levels == 0:
+            return ModelOutput(x, z, x.new_zeros(()))
+        error = self.quantizer(x.detach() if detach else x, levels=levels, reconstruct=False).loss
+        return ModelOutput(x, z, error)

@@ -1,0 +1,91 @@
+"""The five protocols of the paper: which images train, which ask and which answer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import checks
+
+
+class Split(NamedTuple):
+    """Rows of a set of items, int64 and in order; query is disjoint from the others."""
+
+    train: Tensor
+    query: Tensor
+    database: Tensor
+
+
+class Protocol(NamedTuple):
+    """How many images are drawn, per class or in all; R: the depth of mAP; codewords: of one model each, of 4 levels.
+
+    train 0: all of the database. listed: the database is the first list and the queries are the second.
+    """
+
+    train: int
+    query: int
+    per_class: tuple[bool, bool]  # train, query
+    train_in_database: bool
+    R: int
+    codewords: tuple[int, ...]
+    listed: bool = False
+
+
+PROTOCOLS = {
+    "cifar10-1": Protocol(0, 1000, (True, True), True, 5000, (16, 64, 512, 4096)),
+    "nuswide-1": Protocol(5000, 1000, (True, True), True, 5000, (4096,)),
+    "cifar10-2": Protocol(500, 100, (True, True), False, 54000, (256,)),
+    "nuswide-2": Protocol(10000, 5000, (False, False), True, 5000, (256,)),
+    "imagenet100-2": Protocol(100, 0, (True, True), True, 5000, (256,), listed=True),
+}
+
+
+def split(
+    protocol: str,
+    labels: Tensor,
+    *,
+    seed: int = 0,
+    list_number: Tensor | None = None,
+    train: int | None = None,
+    query: int | None = None,
+) -> Split:
+    """Rows of labels [N, C] bool to train, ask and answer with; `train` and `query` replace the protocol's counts.
+
+    Draws per class are united, so that an image of several classes counts once; a class with too few images gives all
+    it has, with a warning. "imagenet100-2" needs the `list_number` [N] of items read from two lists.
+    """
+    checks.choice("split", "protocol", protocol, tuple(PROTOCOLS))
+    rule = PROTOCOLS[protocol]
+    generator = torch.Generator().manual_seed(checks.seed("split", seed) or 0)
+    trains = rule.train if train is None else checks.integer("split", "train", train, 0)
+    asks = rule.query if query is None else checks.integer("split", "query", query, 1)
+    if rule.listed:
+        if list_number is None or set(list_number.tolist()) != {0, 1}:
+            checks.fail("split", "list_number", "of two lists, the database and the queries", "another")
+        ask = list_number == 1
+    else:
+        ask = _draw(labels, torch.ones(len(labels), dtype=torch.bool), asks, rule.per_class[1], generator, "queries")
+    rest = ~ask
+    learn = _draw(labels, rest, trains, rule.per_class[0], generator, "training images") if trains else rest
+    database = rest if rule.train_in_database else rest & ~learn
+    for name, rows in (("train", learn), ("query", ask), ("database", database)):
+        if not bool(rows.any()):
+            checks.fail("split", "labels", f"enough for {protocol}", f"{len(labels)} items and none left for {name}")
+    return Split(*(rows.nonzero().squeeze(1) for rows in (learn, ask, database)))
+
+
+def _draw(
+    labels: Tensor, allowed: Tensor, count: int, per_class: bool, generator: torch.Generator, what: str
+) -> Tensor:
+    """Flags [N] of `count` of the allowed rows, of each class or in all."""
+    chosen = torch.zeros_like(allowed)
+    groups = [(f"class {c}", labels[:, c]) for c in range(labels.shape[1])] if per_class else [("all", allowed)]
+    for name, members in groups:
+        rows = (members & allowed).nonzero().squeeze(1)
+        if len(rows) < count:
+            warnings.warn(f"split: {name} has {len(rows)} of {count} {what}; all are taken.", stacklevel=3)
+        chosen[rows[torch.randperm(len(rows), generator=generator)[:count]]] = True
+    return chosen

@@ -1,0 +1,339 @@
+"""The thin three-stage loop: features alone, then one level of codes, then all levels.
+
+Everything random in a step comes from (seed, epoch, step, rank), so a run that was killed goes on from its last
+checkpoint to the same weights, bit by bit, and needs no state of any generator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from .. import checks
+from . import checkpoint
+from .augment import augment
+from .backbones import Precomputed
+from .datasets import Items
+from .losses import MINING, adaptive_margin_loss, batch_triplet_loss
+from .model import Model
+
+CHECKPOINT = "checkpoint.safetensors"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How to train. The rates are Adam's, of the new layers and of the backbone; betas are the paper's.
+
+    epochs: of each stage. batch: in all, whatever the number of processes. schedule "cosine" lowers both rates to 0
+    over the run. detach keeps the quantizer's error from head and backbone. freeze_norms leaves batch norms as they
+    were trained. amp: bfloat16 where torch thinks it safe. A checkpoint is written every checkpoint_seconds.
+    """
+
+    epochs: tuple[int, int, int] = (30, 10, 20)
+    batch: int = 128
+    rate: float = 1e-3
+    backbone_rate: float = 1e-4
+    schedule: str = "cosine"
+    weight_decay: float = 0.0
+    margin: float = 1.0
+    mining: str = "semi_hard"
+    semantic: float = 1.0
+    triplet: float = 1.0
+    quantization: float = 1.0
+    detach: bool = False
+    freeze_norms: bool = False
+    augment: bool = True
+    amp: bool = False
+    workers: int = 0
+    checkpoint_seconds: float = 60.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        op = "Config"
+        epochs = tuple(checks.integer(op, "epochs", epoch, 0) for epoch in self.epochs)
+        if len(epochs) != 3 or not any(epochs):
+            checks.fail(op, "epochs", "three numbers, one per stage and not all of them 0", self.epochs)
+        object.__setattr__(self, "epochs", epochs)  # a list from JSON becomes what it was
+        checks.integer(op, "batch", self.batch, 2)
+        checks.integer(op, "workers", self.workers, 0)
+        checks.integer(op, "seed", self.seed, 0)
+        checks.choice(op, "schedule", self.schedule, ("cosine", "constant"))
+        checks.choice(op, "mining", self.mining, MINING)
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type == "float" and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
+                checks.fail(op, field.name, "a finite number of at least 0", repr(value))
+            if field.type == "bool":
+                checks.boolean(op, field.name, value)
+
+    def levels(self, epoch: int, M: int) -> int:
+        """How many levels run in an epoch: 0, 1 or all of them."""
+        first, second, _ = self.epochs
+        return 0 if epoch < first else 1 if epoch < first + second else M
+
+
+class Losses(NamedTuple):
+    """Of one batch, or their means over an epoch; error is the quantizer's."""
+
+    semantic: Any
+    triplet: Any
+    error: Any
+
+
+class _Ranks(NamedTuple):
+    """This process among those of torch.distributed."""
+
+    rank: int
+    world: int
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows of all processes in one order; gradients reach those of this process."""
+        if self.world == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.world)]
+        dist.all_gather(parts, x.detach().contiguous())
+        parts[self.rank] = x
+        return torch.cat(parts)
+
+
+@dataclasses.dataclass
+class _Position:
+    """Where a run stands: steps done in an epoch, the sums of their losses, and the means of the epochs before."""
+
+    epoch: int = 0
+    step: int = 0
+    sums: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0, 0.0])
+    history: list[dict[str, float]] = dataclasses.field(default_factory=list)
+
+    def next_step(self, losses: Losses) -> None:
+        """Counts a step and its losses."""
+        self.step += 1
+        self.sums = [total + float(loss.detach()) for total, loss in zip(self.sums, losses, strict=True)]
+
+    def next_epoch(self, levels: int) -> None:
+        """Notes the means of an epoch that is over."""
+        self.history.append({"levels": levels, **self.means()._asdict()})
+        self.epoch, self.step, self.sums = self.epoch + 1, 0, [0.0, 0.0, 0.0]
+
+    def means(self) -> Losses:
+        """Of the steps done in this epoch."""
+        return Losses(*(total / max(self.step, 1) for total in self.sums))
+
+
+def train(
+    model: Model,
+    items: Items,
+    rows: Tensor | None = None,
+    config: Config | None = None,
+    *,
+    folder: str | os.PathLike[str] | None = None,
+) -> list[dict[str, float]]:
+    """Trains the model in place on these rows of the items, all by default; returns the mean losses of every epoch.
+
+    With a folder the run can be killed at any moment: started again with the same arguments, it goes on where its
+    last checkpoint was. Under torch.distributed every process takes its part of each batch, triplets are found in
+    the whole of it, and rank 0 writes. The model stays on its device and ends in eval mode.
+    """
+    config = config or Config()
+    rows = torch.arange(len(items)) if rows is None else rows
+    if items.labels.shape[1] != len(model.words):
+        checks.fail("train", "words", f"a vector per class, {items.labels.shape[1]}", len(model.words))
+    if model.head is None:  # nothing to learn from labels
+        model.quantizer.fit(features(model, items, rows, workers=config.workers), seed=config.seed)
+        model.eval()
+        return []
+    run = _Run(model, items, rows, config, None if folder is None else Path(folder) / CHECKPOINT)
+    devices = range(torch.cuda.device_count()) if run.device.type == "cuda" else ()
+    bar = tqdm(
+        total=run.total, initial=run.done, desc="train", unit="step", disable=None if run.ranks.rank == 0 else True
+    )
+    with bar, torch.random.fork_rng(devices):
+        while run.done < run.total:
+            run.epoch(bar)
+    model.eval()
+    return run.position.history
+
+
+class _Run:
+    """One training: what it is made of, and where it stands."""
+
+    def __init__(self, model: Model, items: Items, rows: Tensor, config: Config, path: Path | None) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        self.ranks = _Ranks(dist.get_rank(), dist.get_world_size()) if distributed else _Ranks(0, 1)
+        self.model, self.items, self.rows, self.config, self.path = model, items, rows, config, path
+        self.device = model.words.device
+        self.batch = min(config.batch, len(rows))
+        if self.batch < 2:
+            checks.fail("train", "rows", "at least 2", len(rows))
+        if self.batch % self.ranks.world:
+            checks.fail("train", "batch", f"a multiple of {self.ranks.world}, the number of processes", self.batch)
+        self.steps = len(rows) // self.batch
+        self.total = sum(config.epochs) * self.steps
+        self.optimiser = _optimiser(model, config)
+        self.position = _Position()
+        self.saved = time.monotonic()
+        self.wrapped: dict[bool, DistributedDataParallel] = {}
+        if path is not None and path.exists():
+            self.position = _Position(**checkpoint.restore(path, model, self.optimiser, self.settings()))
+        elif isinstance(model.backbone, Precomputed):
+            model.backbone.calibrate(items[rows.tolist()].to(self.device))
+
+    @property
+    def done(self) -> int:
+        """Steps of the whole run."""
+        return self.position.epoch * self.steps + self.position.step
+
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint must have been made with. How often it is written and by how many workers may differ."""
+        config = dataclasses.asdict(self.config)
+        for name in ("workers", "checkpoint_seconds"):
+            del config[name]
+        return {"config": config, "ablation": self.model.ablation, "rows": len(self.rows)}
+
+    def epoch(self, bar: Any) -> None:
+        """What is left of an epoch."""
+        levels = self.config.levels(self.position.epoch, self.model.quantizer.levels)
+        if levels and not self.model.quantizer.initialised:
+            start = features(self.model, self.items, self.rows, workers=self.config.workers)
+            self.model.quantizer.initialise(start, seed=self.config.seed)
+        self.train_mode()
+        for chosen, inputs in _loaded(self.items, self.batches()[self.position.step :], self.config.workers):
+            self.position.next_step(self.step(inputs, self.items.labels[chosen], levels))
+            bar.update()
+            bar.set_postfix({n: f"{v:.3f}" for n, v in self.position.means()._asdict().items()}, levels=levels)
+            if time.monotonic() - self.saved >= self.config.checkpoint_seconds:
+                self.save()
+        self.position.next_epoch(levels)
+        if self.done == self.total:
+            self.save()
+
+    def batches(self) -> list[Tensor]:
+        """This process's rows of every batch; what does not fill a batch is left out, and comes in another epoch."""
+        generator = torch.Generator().manual_seed(_seed(self.config.seed, self.position.epoch))
+        order = self.rows[torch.randperm(len(self.rows), generator=generator)[: self.steps * self.batch]]
+        return [batch.chunk(self.ranks.world)[self.ranks.rank] for batch in order.split(self.batch)]
+
+    def step(self, inputs: Tensor, labels: Tensor, levels: int) -> Losses:
+        """One step of the optimiser."""
+        config, place = self.config, (self.config.seed, self.position.epoch, self.position.step)
+        torch.manual_seed(_seed(*place, self.ranks.rank))
+        self.set_rates()
+        inputs, labels = inputs.to(self.device), labels.to(self.device)
+        if config.augment and inputs.ndim == 4:
+            pixels = getattr(self.model.backbone, "pixels", None)
+            inputs = augment(inputs, inputs.shape[-1] if pixels is None else pixels.size)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=config.amp):
+            output = self.module(levels)(inputs, levels, config.detach)
+        # Every process looks for triplets in the whole batch, and has to draw the same ones.
+        generator = torch.Generator().manual_seed(_seed(*place, -1))
+        semantic, triplet = self.supervision(output.x, output.z, labels, generator)
+        # Gradients are averaged over processes, but those of the triplets have to be added up.
+        total = config.semantic * semantic + config.triplet * self.ranks.world * triplet
+        total = total + config.quantization * output.error
+        self.optimiser.zero_grad()
+        total.backward()
+        self.optimiser.step()
+        return Losses(semantic, triplet, output.error)
+
+    def supervision(
+        self, x: Tensor, z: Tensor | None, labels: Tensor, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor]:
+        """l_s and l_t, 0 where the ablation leaves one out."""
+        semantic = triplet = x.new_zeros((), dtype=torch.float32)
+        if self.model.setting.semantic and z is not None:
+            semantic = adaptive_margin_loss(z, labels, self.model.words)
+        if self.model.setting.triplet:
+            x, labels = self.ranks.gather(x.float()), self.ranks.gather(labels.to(torch.uint8)).bool()
+            triplet = batch_triplet_loss(x, labels, self.config.margin, self.config.mining, generator)
+        return semantic, triplet
+
+    def module(self, levels: int) -> nn.Module:
+        """The model as it is called: itself, or wrapped for several processes, anew where other parameters are used."""
+        if self.ranks.world == 1:
+            return self.model
+        quantized = levels > 0
+        if quantized not in self.wrapped:
+            self.wrapped = {quantized: DistributedDataParallel(self.model, find_unused_parameters=not quantized)}
+        return self.wrapped[quantized]
+
+    def set_rates(self) -> None:
+        """The rates of this step."""
+        done = self.done / self.total
+        factor = 0.5 * (1 + math.cos(math.pi * done)) if self.config.schedule == "cosine" else 1.0
+        for group in self.optimiser.param_groups:
+            group["lr"] = group["base"] * factor
+
+    def train_mode(self) -> None:
+        """Training mode, but for batch norms that stay as they are."""
+        self.model.train()
+        if self.config.freeze_norms:
+            for module in self.model.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+
+    def save(self) -> None:
+        """A checkpoint, by one process."""
+        if self.path is not None and self.ranks.rank == 0:
+            position = dataclasses.asdict(self.position)
+            checkpoint.save(self.path, self.model, self.optimiser, self.settings(), position)
+        self.saved = time.monotonic()
+
+
+@torch.no_grad()
+def features(
+    model: Model, items: Items, rows: Tensor | None = None, *, batch: int = 256, workers: int = 0, amp: bool = False
+) -> Tensor:
+    """x [n, dim] in float32 of these rows, in eval mode and with a progress bar; the model's mode stays."""
+    rows = torch.arange(len(items)) if rows is None else rows
+    training, device = model.training, model.words.device
+    model.eval()
+    try:
+        parts = [torch.empty(0, model.quantizer.dim, device=device)]
+        with tqdm(total=len(rows), desc="features", unit="item", disable=None, leave=False) as bar:
+            for chosen, inputs in _loaded(items, list(rows.split(batch)), workers):
+                with torch.autocast(device.type, torch.bfloat16, enabled=amp):
+                    parts.append(model.features(inputs.to(device)).x.float())
+                bar.update(len(chosen))
+        return torch.cat(parts)
+    finally:
+        model.train(training)
+
+
+def _loaded(items: Items, batches: Sequence[Tensor], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """(rows, inputs) of every batch, read by worker processes if there are any."""
+    wanted = [batch.tolist() for batch in batches]
+    loader: DataLoader[Tensor] = DataLoader(
+        items, batch_size=None, sampler=wanted, num_workers=min(workers, len(wanted)), generator=torch.Generator()
+    )
+    return zip(batches, loader, strict=True)
+
+
+def _optimiser(model: Model, config: Config) -> torch.optim.Optimizer:
+    """Adam, with decoupled weight decay, for the new layers and for the backbone."""
+    backbone = list(model.backbone.parameters())
+    known = {id(p) for p in backbone}
+    groups = [
+        {"params": [p for p in model.parameters() if id(p) not in known], "base": config.rate},
+        {"params": backbone, "base": config.backbone_rate},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+
+
+def _seed(*parts: int) -> int:
+    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=7).digest()
+    return int.from_bytes(digest, "big")

@@ -1,0 +1,228 @@
+"""Loaders: what they read from small files in every format, and one sentence for every file that is not right."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from drq_fast.files import FileError
+from drq_fast.retrieval import datasets
+
+NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+
+def cifar_arrays(batches: int = 6, each: int = 10) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 256, (batches, each, 3, 32, 32), dtype=np.uint8)
+    return pixels, np.stack([generator.permutation(10)[:each] for _ in range(batches)])
+
+
+def batch_names() -> list[str]:
+    return [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+
+
+@pytest.fixture
+def binary(tmp_path):
+    pixels, label = cifar_arrays()
+    for name, images, numbers in zip(batch_names(), pixels, label, strict=True):
+        records = np.concatenate([numbers[:, None].astype(np.uint8), images.reshape(len(images), -1)], axis=1)
+        records.tofile(tmp_path / f"{name}.bin")
+    (tmp_path / "batches.meta.txt").write_text("\n".join(NAMES) + "\n\n")
+    return tmp_path
+
+
+def test_cifar10_binary(binary):
+    pixels, label = cifar_arrays()
+    items = datasets.cifar10(binary)
+    assert len(items) == 60
+    assert items.classes == tuple(NAMES)
+    assert items.labels.float().argmax(dim=1).tolist() == label.flatten().tolist()
+    assert torch.equal(items[[0, 59, 7]], torch.from_numpy(pixels.reshape(-1, 3, 32, 32)[[0, 59, 7]]))
+
+
+def test_cifar10_python(tmp_path):
+    pixels, label = cifar_arrays()
+    for name, images, numbers in zip(batch_names(), pixels, label, strict=True):
+        content = {b"data": images.reshape(len(images), -1), b"labels": numbers.tolist(), b"batch_label": b"x"}
+        (tmp_path / name).write_bytes(pickle.dumps(content, protocol=2))
+    (tmp_path / "batches.meta").write_bytes(pickle.dumps({b"label_names": [n.encode() for n in NAMES]}, protocol=2))
+    items = datasets.cifar10(tmp_path)
+    assert items.classes == tuple(NAMES)
+    assert items.labels.float().argmax(dim=1).tolist() == label.flatten().tolist()
+    assert torch.equal(items[[31]], torch.from_numpy(pixels.reshape(-1, 3, 32, 32)[[31]]))
+
+
+def test_cifar10_that_is_not_right(binary, tmp_path_factory):
+    (binary / "data_batch_2.bin").write_bytes(b"\0" * 3072)
+    with pytest.raises(FileError, match=r"data_batch_2.bin is not whole: 3072 bytes are no multiple of 3073\.$"):
+        datasets.cifar10(binary)
+    (binary / "data_batch_2.bin").write_bytes(b"\x0b" + b"\0" * 3072)
+    with pytest.raises(FileError, match=r"^datasets: item 10 has class 11, not one of 0\.\.9\.$"):
+        datasets.cifar10(binary)
+    (binary / "data_batch_2.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"data_batch_2.bin cannot be read: No such file or directory\.$"):
+        datasets.cifar10(binary)
+    empty = tmp_path_factory.mktemp("empty")
+    with pytest.raises(FileNotFoundError, match=r"holds neither data_batch_1\.bin nor data_batch_1 of CIFAR-10\.$"):
+        datasets.cifar10(empty)
+    (empty / "data_batch_1").write_bytes(pickle.dumps(print))  # a pickle that would run something
+    with pytest.raises(FileError, match=r"is not a batch of CIFAR-10 \(it wants .*print\)\.$"):
+        datasets.cifar10(empty)
+    (empty / "data_batch_1").write_bytes(pickle.dumps({b"data": np.zeros(5)}))
+    with pytest.raises(FileError, match="is not a batch of CIFAR-10"):
+        datasets.cifar10(empty)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for c, name in enumerate(("cat", "dog")):
+        (tmp_path / name).mkdir()
+        for i in range(2):
+            Image.new("RGB", (40 + 10 * i, 20), (100 * c, 50 * i, 7)).save(tmp_path / name / f"{i}.png")
+    return tmp_path
+
+
+def test_an_image_folder(folder):
+    items = datasets.image_folder(folder, size=16)
+    assert items.classes == ("cat", "dog")
+    assert items.labels.tolist() == [[True, False]] * 2 + [[False, True]] * 2
+    batch = items[[0, 3]]
+    assert batch.shape == (2, 3, 16, 16)
+    assert batch.dtype == torch.uint8
+    assert batch[:, :, 3, 5].tolist() == [[0, 0, 7], [100, 50, 7]]
+
+
+def test_an_image_is_cut_to_its_middle(tmp_path):
+    pixels = np.zeros((8, 24, 3), np.uint8)
+    pixels[:, 8:16] = 200  # the middle third
+    Image.fromarray(pixels).convert("L").save(tmp_path / "a.png")
+    (tmp_path / "list.txt").write_text("a.png 0\n")
+    batch = datasets.image_list(tmp_path / "list.txt", size=8)[[0]]
+    assert batch.unique().tolist() == [200]
+
+
+def test_images_that_are_not_right(folder):
+    items = datasets.image_folder(folder, size=16)
+    whole = (folder / "cat" / "0.png").read_bytes()
+    (folder / "cat" / "0.png").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(FileError, match=r"^datasets: the image .*cat/0.png cannot be decoded \(.*\)\.$"):
+        items[[0]]
+    (folder / "cat" / "0.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"^datasets: the image .*cat/0.png is missing\.$"):
+        items[[0]]
+    (folder / "empty").mkdir()
+    with pytest.raises(FileError, match=r"^datasets: the class 'empty' has no items\.$"):
+        datasets.image_folder(folder)
+    with pytest.raises(FileError, match=r"must hold one folder per class, got none\.$"):
+        datasets.image_folder(folder / "cat")
+    with pytest.raises(FileNotFoundError, match="is not a folder"):
+        datasets.image_folder(folder / "none")
+
+
+def test_lists_with_columns_and_with_ids(folder):
+    (folder / "multi.txt").write_text("cat/0.png 1 0 1\n\ncat/1.png 0 0 0\ndog/0.png 0 1 0\n")
+    items = datasets.image_list(folder / "multi.txt", classes=["sky", "sea", "sun"])
+    assert items.labels.tolist() == [[True, False, True], [False] * 3, [False, True, False]]
+    assert items[[2]][0, 0, 0, 0] == 100
+    (folder / "train.txt").write_text("cat/0.png 0\ndog/0.png 1\n")
+    (folder / "val.txt").write_text("dog/1.png 1\n")
+    items = datasets.image_list([folder / "train.txt", folder / "val.txt"], root=folder)
+    assert items.labels.tolist() == [[True, False], [False, True], [False, True]]
+    assert items.list_number.tolist() == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "classes", "message"),
+    [
+        ("a 0\nb 3\nc 1\n", ["x", "y"], r"line 2 of .* has class 3, not one of 0\.\.1\.$"),
+        ("a 0\nb -1\n", None, r"line 2 of .* has class -1, not one of 0\.\.0\.$"),
+        ("a 0 1\nb 1\n", None, r"line 2 of .* must have 2 columns of 0 or 1 after the path\.$"),
+        ("a 0 1\nb 1 2\n", None, r"line 2 of .* must have 2 columns of 0 or 1 after the path\.$"),
+        ("a 0 1\n", ["x", "y", "z"], r"line 1 of .* must have 3 columns of 0 or 1 after the path\.$"),
+        ("a 0\nb\n", None, r"line 2 of .* has no label\.$"),
+        ("a zero\n", None, r"line 1 of .* must be a path and integers, got 'a zero'\.$"),
+        ("\n", None, r"lists no images\.$"),
+        ("a 1 0\nb 1 0\n", ["x", "y"], r"^datasets: the class 'y' has no items\.$"),
+    ],
+)
+def test_lists_that_are_not_right(tmp_path, text, classes, message):
+    (tmp_path / "list.txt").write_text(text)
+    with pytest.raises(FileError, match=message):
+        datasets.image_list(tmp_path / "list.txt", classes=classes)
+
+
+def test_features(tmp_path):
+    x = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float16)
+    label = np.array([0, 1, 2, 2, 1, 0])
+    np.save(tmp_path / "x.npy", x)
+    np.save(tmp_path / "label.npy", label)
+    items = datasets.features(tmp_path / "x.npy", tmp_path / "label.npy")
+    assert isinstance(items.x, np.memmap)
+    assert items[[1, 5]].dtype == torch.float32
+    np.testing.assert_array_equal(items[[1, 5]].numpy(), x[[1, 5]])
+    assert items.labels.float().argmax(dim=1).tolist() == label.tolist()
+    step = np.array([1.0, 0.5, 0.25, 2.0], np.float32)
+    numbers = np.arange(24, dtype=np.uint8).reshape(6, 4)
+    np.savez(tmp_path / "x.npz", x=numbers, step=step, label=label)
+    np.testing.assert_array_equal(datasets.features(tmp_path / "x.npz")[range(6)].numpy(), numbers * step)
+    flags = np.array([[1, 1], [0, 1], [1, 0], [0, 0], [1, 0], [0, 1]])
+    assert datasets.features(tmp_path / "x.npz", flags).labels.tolist() == flags.astype(bool).tolist()
+
+
+def test_features_that_are_not_right(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"x.npy is missing\.$"):
+        datasets.features(tmp_path / "x.npy")
+    np.save(tmp_path / "x.npy", np.zeros((6, 4)))
+    with pytest.raises(FileError, match=r"holds no labels; name their file or give them as an array\.$"):
+        datasets.features(tmp_path / "x.npy")
+    with pytest.raises(FileError, match=r"must hold x \[N, D\] and N labels, got \[6, 4\] and 5\.$"):
+        datasets.features(tmp_path / "x.npy", np.zeros(5, int))
+    np.savez(tmp_path / "x.npz", x=np.zeros((6, 4)))
+    with pytest.raises(FileError, match=r"has no array 'label'\.$"):
+        datasets.features(tmp_path / "x.npz")
+    (tmp_path / "x.npz").write_bytes((tmp_path / "x.npz").read_bytes()[:100])
+    with pytest.raises(FileError, match=r"is not a whole \.npy or \.npz file \(.*\)\.$"):
+        datasets.features(tmp_path / "x.npz")
+
+
+def test_word_vectors(tmp_path):
+    matrix = np.arange(1.0, 9.0).reshape(2, 4)
+    np.savetxt(tmp_path / "matrix.txt", matrix)
+    np.save(tmp_path / "matrix.npy", matrix)
+    for name in ("matrix.txt", "matrix.npy"):
+        assert datasets.read_words(tmp_path / name, ["cat", "dog"]).tolist() == matrix.tolist()
+    lines = ["the 9 9 9", "cat 1 2 3", "Grey 2 2 2", "wolf 4 0 2"]
+    (tmp_path / "glove.txt").write_text("\n".join(lines) + "\n")
+    (tmp_path / "word2vec.txt").write_text("\n".join(["4 3", *lines]) + "\n")
+    for name in ("glove.txt", "word2vec.txt"):
+        words = datasets.read_words(tmp_path / name, ["cat", "grey_wolf"])
+        assert words.tolist() == [[1, 2, 3], [3, 1, 2]]
+    assert datasets.read_words(None, ["a", "b", "c"]).tolist() == torch.eye(3).tolist()
+
+
+def test_word_vectors_that_are_not_right(tmp_path):
+    path = tmp_path / "words.txt"
+    np.savetxt(path, np.ones((3, 4)))
+    with pytest.raises(FileError, match=r"words.txt must have 2 rows, one per class, got \[3, 4\]\.$"):
+        datasets.read_words(path, ["cat", "dog"])
+    np.savetxt(path, np.array([[1.0, 2, 3], [0, 0, 0]]))
+    with pytest.raises(FileError, match=r"words.txt has a row that is 0 or not finite\.$"):
+        datasets.read_words(path, ["cat", "dog"])
+    path.write_text("cat 1 2 3\n")
+    with pytest.raises(FileError, match=r"words.txt has no vector for 'dog'\.$"):
+        datasets.read_words(path, ["cat", "dog"])
+    path.write_text("cat 1 2 3\ndog 1 2\n")
+    with pytest.raises(FileError, match=r"words.txt has vectors of 2 and of 3 numbers\.$"):
+        datasets.read_words(path, ["cat", "dog"])
+    path.write_text("cat 1 2 3\ndog 1 2 x\n")
+    with pytest.raises(FileError, match=r"words.txt has a line of 'dog' that is not numbers\.$"):
+        datasets.read_words(path, ["cat", "dog"])
+    path.write_text("1 2 3\n4 5\n")
+    with pytest.raises(FileError, match=r"words.txt cannot be read as a matrix \(.*\)\.$"):
+        datasets.read_words(path, ["cat", "dog"])
+    with pytest.raises(FileError, match=r"none.txt cannot be read as text"):
+        datasets.read_words(tmp_path / "none.txt", ["cat", "dog"])

@@ -1,0 +1,291 @@
+"""The three-stage loop: that it learns, resumes to the bit, is as one in two processes, and what every switch does."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from drq_fast.files import FileError
+from drq_fast.retrieval.augment import augment
+from drq_fast.retrieval.backbones import Precomputed
+from drq_fast.retrieval.datasets import FeatureArray, Images, one_hot, read_words
+from drq_fast.retrieval.evaluate import evaluate_codes
+from drq_fast.retrieval.model import ABLATIONS, Model
+from drq_fast.retrieval.train import CHECKPOINT, Config, features, train
+
+CLASSES = 5
+SHORT = Config(epochs=(2, 1, 2), batch=32, rate=3e-3, backbone_rate=3e-3, checkpoint_seconds=0.0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The matrices are tiny: a second thread would only wait."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def blobs(count: int = 160, seed: int = 0) -> FeatureArray:
+    """Five classes of features [N, 12] that overlap."""
+    generator = np.random.default_rng(seed)
+    label = np.arange(count) % CLASSES
+    centres = np.random.default_rng(7).normal(size=(CLASSES, 12))
+    x = centres[label] + 0.7 * generator.normal(size=(count, 12))
+    return FeatureArray(x.astype(np.float32), one_hot(label, CLASSES), [str(c) for c in range(CLASSES)])
+
+
+def make_model(ablation: str = "none", dropout: float = 0.2, words: torch.Tensor | None = None) -> Model:
+    torch.manual_seed(0)
+    words = torch.randn(CLASSES, 6) if words is None else words
+    return Model(Precomputed(12, 20, dropout), words, dim=16, codewords=16, levels=3, ablation=ablation)
+
+
+def same(a: Model, b: Model) -> bool:
+    first, second = a.state_dict(), b.state_dict()
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def mean_average_precision(model: Model) -> list[float]:
+    database, query = blobs(400, seed=1), blobs(50, seed=2)
+    codes = model.quantizer.encode(features(model, database))
+    found = evaluate_codes(model.quantizer, codes, database.labels, features(model, query), query.labels)
+    return [figures.mean_average_precision for figures in found]
+
+
+@pytest.mark.parametrize("mining", ["semi_hard", "random"])
+def test_training_learns_in_three_stages(mining):
+    model = make_model()
+    history = train(model, blobs(), config=dataclasses.replace(SHORT, epochs=(8, 4, 8), mining=mining))
+    assert [epoch["levels"] for epoch in history] == [0] * 8 + [1] * 4 + [3] * 8
+    assert [epoch["error"] > 0 for epoch in history] == [False] * 8 + [True] * 12
+    assert history[-1]["semantic"] < 0.7 * history[0]["semantic"]
+    assert history[-1]["triplet"] < 0.93 * history[0]["triplet"]
+    assert not model.training
+    untrained = make_model()
+    untrained.backbone.calibrate(blobs()[range(160)])
+    untrained.quantizer.initialise(features(untrained, blobs()), seed=0)
+    before, after = mean_average_precision(untrained), mean_average_precision(model)
+    assert min(after) > max(before) + 0.03
+    assert after[2] >= after[0] - 0.01
+
+
+def test_the_same_seed_gives_the_same_weights_and_leaves_the_generator_alone():
+    first, second, other = make_model(), make_model(), make_model()
+    state = torch.get_rng_state()
+    train(first, blobs(), config=SHORT)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(99)
+    train(second, blobs(), config=SHORT)
+    train(other, blobs(), config=dataclasses.replace(SHORT, seed=1))
+    assert same(first, second)
+    assert not same(first, other)
+
+
+def test_worker_processes_change_nothing():
+    first, second = make_model(), make_model()
+    train(first, blobs(), config=dataclasses.replace(SHORT, epochs=(1, 0, 0)))
+    train(second, blobs(), config=dataclasses.replace(SHORT, epochs=(1, 0, 0), workers=1))
+    assert same(first, second)
+
+
+PROGRAM = """
+import sys, time
+sys.path.insert(0, {tests!r})
+import torch
+import drq_fast.retrieval.train as loop
+from test_train import SHORT, blobs, make_model, train
+torch.set_num_threads(1)
+original = loop._Run.step
+def slow(*arguments):
+    time.sleep(0.05)
+    return original(*arguments)
+loop._Run.step = slow
+train(make_model(), blobs(), config=SHORT, folder={folder!r})
+"""
+
+
+def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path):
+    whole = make_model()
+    history = train(whole, blobs(), config=SHORT)
+    program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    generator = np.random.default_rng(0)
+    for _ in range(3):
+        stamp = (tmp_path / CHECKPOINT).stat().st_mtime_ns if (tmp_path / CHECKPOINT).exists() else None
+        process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+        while process.poll() is None:  # until it has gone on, then at any moment
+            time.sleep(0.01)
+            if (tmp_path / CHECKPOINT).exists() and (tmp_path / CHECKPOINT).stat().st_mtime_ns != stamp:
+                time.sleep(generator.uniform(0, 0.3))
+                process.kill()
+        assert process.returncode == -signal.SIGKILL, process.stderr.read().decode()
+    resumed = make_model()
+    assert train(resumed, blobs(), config=SHORT, folder=tmp_path) == history
+    assert same(whole, resumed)
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == [CHECKPOINT]
+
+
+def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
+    train(make_model(), blobs(), config=SHORT, folder=tmp_path)
+    content = (tmp_path / CHECKPOINT).read_bytes()
+    with pytest.raises(FileError, match=r"is of another run: config.rate is 0\.003 there and 0\.001 here\.$"):
+        train(make_model(), blobs(), config=dataclasses.replace(SHORT, rate=1e-3), folder=tmp_path)
+    with pytest.raises(FileError, match=r"is of another run: ablation is none there and no_joint here\.$"):
+        train(make_model("no_joint"), blobs(), config=SHORT, folder=tmp_path)
+    wider = Model(Precomputed(12, 21), torch.randn(CLASSES, 6), dim=16, codewords=16, levels=3)
+    with pytest.raises(FileError, match=r"is of another model: it differs in 'backbone\.layers\.1\.bias'\.$"):
+        train(wider, blobs(), config=SHORT, folder=tmp_path)
+    assert (tmp_path / CHECKPOINT).read_bytes() == content
+    (tmp_path / CHECKPOINT).write_bytes(content[:-10])
+    model = make_model()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(FileError, match="is not a whole safetensors file"):
+        train(model, blobs(), config=SHORT, folder=tmp_path)
+    assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("ablation", list(ABLATIONS))
+def test_what_every_ablation_switches_off(ablation):
+    model = make_model(ablation)
+    history = train(model, blobs(), config=dataclasses.replace(SHORT, epochs=(1, 1, 1)))
+    fc8, fc9 = (0, 0) if model.head is None else model.head.sizes
+    expected = {
+        "none": (10, 6, True, True, (1, 1, 1)),
+        "unsupervised": (0, 0, False, False, (1, 1, 1)),
+        "no_semantic": (16, 0, False, True, (1, 1, 1)),
+        "no_triplet": (0, 6, True, False, (1, 1, 1)),
+        "soft_only": (10, 6, True, True, (0, 1, 0)),
+        "no_joint": (10, 6, True, True, (1, 1, 0)),
+        "no_concat": (0, 6, True, True, (1, 1, 1)),
+    }[ablation]
+    semantic = any(epoch["semantic"] for epoch in history)
+    triplet = any(epoch["triplet"] for epoch in history)
+    assert (fc8, fc9, semantic, triplet, model.quantizer.weights) == expected
+    assert model.quantizer.dim == (fc8 + fc9 or 20)
+    assert len(mean_average_precision(model)) == 3
+
+
+def test_the_error_can_be_kept_from_the_features():
+    gradients = []
+    for detach in (False, True):
+        model = make_model(dropout=0.0)
+        model.quantizer.initialise(model.features(blobs()[range(160)]).x.detach(), seed=0)
+        model(blobs()[range(32)], 3, detach).error.backward()
+        gradients.append((model.head.fc8.weight.grad, model.quantizer.codebook.grad))
+    assert gradients[0][0].abs().max() > 0
+    assert gradients[1][0] is None
+    assert torch.equal(gradients[0][1], gradients[1][1])
+
+
+def test_rates_of_backbone_and_new_layers():
+    model = make_model()
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    train(model, blobs(), config=dataclasses.replace(SHORT, backbone_rate=0.0))
+    moved = {name for name, value in model.state_dict().items() if not torch.equal(value, start[name])}
+    assert "backbone.layers.1.weight" not in moved
+    assert {"head.fc8.weight", "head.fc9.bias", "quantizer.codebook", "quantizer.w"} <= moved
+
+
+def test_mixed_precision_trains_to_about_the_same():
+    exact, mixed = make_model(dropout=0.0), make_model(dropout=0.0)
+    first = train(exact, blobs(), config=SHORT)
+    second = train(mixed, blobs(), config=dataclasses.replace(SHORT, amp=True))
+    assert not same(exact, mixed)
+    assert second[-1]["triplet"] == pytest.approx(first[-1]["triplet"], rel=0.1)
+
+
+def test_images_are_augmented_in_training_only():
+    generator = np.random.default_rng(0)
+    label = np.arange(20) % CLASSES
+    images = Images(
+        generator.integers(0, 256, (20, 3, 8, 8), dtype=np.uint8), one_hot(label, CLASSES), [str(c) for c in range(5)]
+    )
+
+    class Flat(torch.nn.Module):
+        dim = 192
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[torch.Tensor] = []
+
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            self.seen.append(images)
+            return images.float().flatten(1) / 255
+
+    for wanted in (True, False):
+        torch.manual_seed(0)
+        model = Model(Flat(), torch.eye(CLASSES), dim=16, codewords=4, levels=2)
+        train(model, images, config=dataclasses.replace(SHORT, epochs=(1, 0, 0), batch=20, augment=wanted))
+        trained = model.backbone.seen[-1]
+        features(model, images)
+        assert torch.equal(model.backbone.seen[-1], images[range(20)])
+        assert (trained.dtype == torch.float32) == wanted
+        known = {tuple(image.flatten().tolist()) for image in images[range(20)].float()}
+        assert all(tuple(image.float().flatten().tolist()) in known for image in trained) == (not wanted)
+
+
+def test_augment_keeps_the_whole_where_it_may_not_cut():
+    images = torch.randint(0, 256, (16, 3, 9, 9), dtype=torch.uint8)
+    torch.manual_seed(0)
+    views = augment(images, 9, smallest=1.0)
+    assert views.shape == (16, 3, 9, 9)
+    assert augment(images, 17).shape == (16, 3, 17, 17)
+    ratio = torch.tensor([(view - image).abs().max() < 60 for view, image in zip(views, images.float(), strict=True)])
+    assert bool((augment(images, 12) >= 0).all())
+    assert bool((augment(images, 12) <= 255).all())
+    assert not bool(ratio.all())  # some are mirrored
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match=r"^Config: epochs must be three numbers, one per stage"):
+        Config(epochs=(1, 2))
+    with pytest.raises(ValueError, match=r"^Config: rate must be a finite number of at least 0, got -1\.0\.$"):
+        Config(rate=-1.0)
+    with pytest.raises(TypeError, match=r"^Config: amp must be True or False, got 1\.$"):
+        Config(amp=1)
+    with pytest.raises(ValueError, match=r"^Model: ablation must be one of 'none', .*, got 'all'\.$"):
+        make_model("all")
+    with pytest.raises(ValueError, match=r"^train: words must be a vector per class, 5, got 4\.$"):
+        train(make_model(words=read_words(None, ["a", "b", "c", "d"])), blobs())
+    with pytest.raises(TypeError, match=r"^Model: backbone.dim must be an integer of at least 1, got None\.$"):
+        Model(torch.nn.Linear(12, 4), torch.eye(5))
+
+
+DISTRIBUTED = dataclasses.replace(SHORT, epochs=(2, 1, 2), mining="semi_hard", freeze_norms=True)
+
+
+def worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    for mining in ("semi_hard", "random"):
+        model = make_model(dropout=0.0)
+        train(model, blobs(), config=dataclasses.replace(DISTRIBUTED, mining=mining), folder=f"{folder}/run-{mining}")
+        torch.save(model.state_dict(), f"{folder}/{mining}{rank}")
+    with pytest.raises(ValueError, match=r"^train: batch must be a multiple of 2, the number of processes, got 33\.$"):
+        train(make_model(), blobs(), config=dataclasses.replace(DISTRIBUTED, batch=33))
+    dist.barrier()
+    os._exit(0)  # see test_distributed.py
+
+
+def test_two_processes_train_as_one(tmp_path):
+    mp.spawn(worker, args=(str(tmp_path),), nprocs=2)
+    for mining in ("semi_hard", "random"):
+        first, second = (torch.load(tmp_path / f"{mining}{rank}") for rank in range(2))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        alone = make_model(dropout=0.0)
+        train(alone, blobs(), config=dataclasses.replace(DISTRIBUTED, mining=mining))
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(
+                first[name], value, rtol=2e-3, atol=2e-3, msg=lambda text, n=name: f"{n}: {text}"
+            )
