@@ -67,7 +67,7 @@ def test_imagenet():
 def test_a_small_class_gives_all_it_has_and_says_so():
     labels = torch.zeros(1300, 2, dtype=torch.bool)
     labels[:1250, 0] = labels[1250:, 1] = True
-    with pytest.warns(UserWarning) as caught:
+    with pytest.warns(UserWarning, match="^split: class 1 has ") as caught:
         found = split("cifar10-2", labels)
     assert [str(warning.message) for warning in caught] == [
         "split: class 1 has 50 of 100 queries; all are taken.",

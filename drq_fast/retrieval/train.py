@@ -207,10 +207,9 @@ class _Run:
     def epoch(self, bar: Any) -> None:
         """What is left of an epoch."""
         levels = self.config.levels(self.position.epoch, self.model.quantizer.levels)
-        if levels and not self.model.quantizer.initialised:
-            start = features(self.model, self.items, self.rows, workers=self.config.workers)
-            self.model.quantizer.initialise(start, seed=self.config.seed)
         self.train_mode()
+        if levels and not self.model.quantizer.initialised:
+            self.model.quantizer.initialise(self.views(), seed=self.config.seed)
         for chosen, inputs in _loaded(self.items, self.batches()[self.position.step :], self.config.workers):
             self.position.next_step(self.step(inputs, self.items.labels[chosen], levels))
             bar.update()
@@ -232,10 +231,7 @@ class _Run:
         config, place = self.config, (self.config.seed, self.position.epoch, self.position.step)
         torch.manual_seed(_seed(*place, self.ranks.rank))
         self.set_rates()
-        inputs, labels = inputs.to(self.device), labels.to(self.device)
-        if config.augment and inputs.ndim == 4:
-            pixels = getattr(self.model.backbone, "pixels", None)
-            inputs = augment(inputs, inputs.shape[-1] if pixels is None else pixels.size)
+        inputs, labels = self.view(inputs), labels.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=config.amp):
             output = self.module(levels)(inputs, levels, config.detach)
         # Every process looks for triplets in the whole batch, and has to draw the same ones.
@@ -248,6 +244,28 @@ class _Run:
         total.backward()
         self.optimiser.step()
         return Losses(semantic, triplet, output.error)
+
+    def view(self, inputs: Tensor) -> Tensor:
+        """A batch as it is trained with."""
+        inputs = inputs.to(self.device)
+        if not self.config.augment or inputs.ndim != 4:
+            return inputs
+        pixels = getattr(self.model.backbone, "pixels", None)
+        return augment(inputs, inputs.shape[-1] if pixels is None else pixels.size)
+
+    @torch.no_grad()
+    def views(self) -> Tensor:
+        """x [n, dim] of all batches as they are trained with: with augmentation and dropout.
+
+        Codewords that start from these suit images that the network has not seen better than those that start from
+        training images as they are, which it has learnt to tell apart.
+        """
+        torch.manual_seed(_seed(self.config.seed, self.position.epoch, -1, self.ranks.rank))
+        parts = []
+        for _, inputs in _loaded(self.items, self.batches(), self.config.workers):
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.amp):
+                parts.append(self.model.features(self.view(inputs)).x.float())
+        return torch.cat(parts)
 
     def supervision(
         self, x: Tensor, z: Tensor | None, labels: Tensor, generator: torch.Generator

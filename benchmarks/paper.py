@@ -1,0 +1,249 @@
+"""The paper's retrieval tables: one training, mAP at every code length, beside codes of faiss on the same features.
+
+    python benchmarks/paper.py --data features.npz --words words.txt --protocol cifar10-2 --seeds 3 --peers
+    python benchmarks/paper.py --data cifar-10-batches-bin --words words.txt --protocol cifar10-2 --run out/run
+    python benchmarks/paper.py --data features.npz --words words.txt --protocol cifar10-2 --ablations
+    python benchmarks/paper.py --data features.npz --words words.txt --protocol cifar10-2 --validate
+
+--data is a file of features with labels, or the folder of CIFAR-10's images. The table is printed and, with --name,
+written between the marks of that name in docs/results.md. --validate trains on four fifths of the training images and
+ranks the others among themselves: choices are made with this, and queries and database are looked at once, for the
+table. --set takes fields of the training's Config, as in `--set margin=0.5 epochs=20,5,10`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from provenance import provenance
+from quality import PAGE, PEERS, write
+from torch import Tensor
+
+from drq_fast.retrieval import datasets
+from drq_fast.retrieval.backbones import EfficientNetLite0, Precomputed
+from drq_fast.retrieval.evaluate import evaluate_codes, evaluate_vectors
+from drq_fast.retrieval.model import Model
+from drq_fast.retrieval.protocols import PROTOCOLS, Split, split
+from drq_fast.retrieval.train import Config, features, train
+
+LEVELS = 4
+PAPER = {  # AlexNet, fine-tuned
+    "cifar10-1": ("0.942", "0.943", "0.943", "0.943"),
+    "cifar10-2": ("0.803", "0.824", "0.832", "0.837"),
+}
+HIDDEN, DROPOUT = 2048, 0.5  # of the layer above given features
+FROM_FEATURES = Config(epochs=(20, 5, 10), margin=0.5, backbone_rate=1e-3)
+FROM_IMAGES = Config(epochs=(12, 4, 12), margin=0.5, backbone_rate=5e-4, batch=64, weight_decay=0.01, amp=True)
+ROWS = {
+    "unsupervised": "Unsupervised: the features as they are",
+    "no_semantic": "Remove l_s",
+    "no_triplet": "Remove l_t",
+    "soft_only": "soft only",
+    "no_joint": "Remove E_j",
+    "no_concat": "Remove concat",
+    "none": "DRQ",
+}
+
+
+class Run(NamedTuple):
+    """mAP by row and code length of one seed, and seconds."""
+
+    values: dict[str, list[float]]
+    seconds: dict[str, float]
+
+
+class Task:
+    """Data, protocol and settings of a table."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.items = datasets.cifar10(options.data) if options.data.is_dir() else datasets.features(options.data)
+        self.images = options.data.is_dir()
+        self.words = datasets.read_words(options.words, self.items.classes)
+        self.protocol, self.rule = options.protocol, PROTOCOLS[options.protocol]
+        self.config = override(FROM_IMAGES if self.images else FROM_FEATURES, options.set)
+        self.size, self.folder, self.validate = options.size, options.run, options.validate
+
+    def split(self, seed: int) -> Split:
+        rows = split(self.protocol, self.items.labels, seed=seed)
+        return halves(rows.train, self.items.labels, seed) if self.validate else rows
+
+    def model(self, seed: int, codewords: int, ablation: str = "none") -> Model:
+        torch.manual_seed(seed)
+        backbone = (
+            EfficientNetLite0(self.size) if self.images else Precomputed(self.items[[0]].shape[1], HIDDEN, DROPOUT)
+        )
+        if ablation == "unsupervised" and not self.images:
+            backbone = Precomputed(self.items[[0]].shape[1])
+        return Model(backbone, self.words, codewords=codewords, levels=LEVELS, ablation=ablation)
+
+    def run(self, seed: int, peers: bool, ablation: str = "none") -> Run:
+        """Trains as many models as the protocol says, one as a rule, and evaluates them."""
+        rows, values, seconds = self.split(seed), {}, {}
+        for codewords in self.rule.codewords:
+            config = dataclasses.replace(self.config, seed=seed)
+            model = self.model(seed, codewords, ablation)
+            folder = self.folder and self.folder / f"{ablation}-{codewords}-{seed}"
+            start = time.perf_counter()
+            train(model, self.items, rows.train, config, folder=folder)
+            add(seconds, "ours", time.perf_counter() - start)
+            x = {name: features(model, self.items, part, amp=config.amp) for name, part in rows._asdict().items()}
+            self.evaluate(model, x, rows, values, seconds, peers)
+        return Run(values, seconds)
+
+    def evaluate(
+        self,
+        model: Model,
+        x: dict[str, Tensor],
+        rows: Split,
+        values: dict[str, list[float]],
+        seconds: dict[str, float],
+        peers: bool,
+    ) -> None:
+        labels, query_labels = self.items.labels[rows.database], self.items.labels[rows.query]
+        R, several = self.rule.R, len(self.rule.codewords) > 1
+        codes = model.quantizer.encode(x["database"])
+        for metric, name in (("l2", "ours"), ("ip", "ours, ranked by inner product")):
+            start = time.perf_counter()
+            found = evaluate_codes(model.quantizer, codes, labels, x["query"], query_labels, R=R, metric=metric)
+            seconds[f"evaluation by {metric}"] = time.perf_counter() - start
+            shown = found[-1:] if several else found
+            values.setdefault(name, []).extend(figures.mean_average_precision for figures in shown)
+        exact = evaluate_vectors(x["database"], labels, x["query"], query_labels, R=R).mean_average_precision
+        values.setdefault("learned features, exact", []).extend([exact] * (1 if several else LEVELS))
+        if not peers:
+            return
+        for name, recipe in PEERS.items():
+            for L in range(1, LEVELS + 1):
+                start = time.perf_counter()
+                decoded, copies = faiss_codes(recipe.format(L=L), x["train"], x["database"])
+                add(seconds, name, time.perf_counter() - start)
+                figures = evaluate_vectors(decoded, labels, x["query"], query_labels, R=R, copies=copies)
+                values.setdefault(name, []).append(figures.mean_average_precision)
+
+
+def faiss_codes(recipe: str, x: Tensor, database: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct decoded codes [U, D] of a faiss codec trained on x, and which each row of the database has."""
+    import faiss
+
+    codec = faiss.index_factory(x.shape[1], recipe)
+    codec.train(np.ascontiguousarray(x))
+    codes, copies = np.unique(codec.sa_encode(np.ascontiguousarray(database)), axis=0, return_inverse=True)
+    return torch.from_numpy(codec.sa_decode(codes)), torch.from_numpy(copies.reshape(-1))
+
+
+def halves(train: Tensor, labels: Tensor, seed: int) -> Split:
+    """Four fifths of the training images of each class to train with; half of the rest asks, half answers."""
+    generator = torch.Generator().manual_seed(seed)
+    parts: tuple[list[Tensor], ...] = ([], [], [])
+    for c in range(labels.shape[1]):
+        rows = train[labels[train, c]]
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        tenth = len(rows) // 10
+        for part, chosen in zip(parts, (rows[2 * tenth :], rows[:tenth], rows[tenth : 2 * tenth]), strict=True):
+            part.append(chosen)
+    return Split(*(torch.cat(part) for part in parts))
+
+
+def override(config: Config, settings: list[str]) -> Config:
+    """The config with fields replaced, each given as name=value."""
+    known = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    for setting in settings:
+        name, _, text = setting.partition("=")
+        if name not in known:
+            raise SystemExit(f"--set: {name!r} is not one of {', '.join(known)}")
+        old = known[name]
+        if isinstance(old, bool):
+            known[name] = {"true": True, "false": False}[text.lower()]
+        elif isinstance(old, tuple):
+            known[name] = tuple(int(part) for part in text.split(","))
+        else:
+            known[name] = type(old)(text)
+    return Config(**known)
+
+
+def add(sums: dict[str, float], name: str, value: float) -> None:
+    sums[name] = sums.get(name, 0.0) + value
+
+
+def cell(values: list[float]) -> str:
+    mean = f"{np.mean(values):.3f}"
+    return mean if len(values) == 1 else f"{mean} ({min(values):.3f} to {max(values):.3f})"
+
+
+def table(task: Task, runs: dict[str, list[Run]], command: str, title: str) -> str:
+    """Markdown; the runs of each seed by the name of the ablation."""
+    origin, rule = provenance(), task.rule
+    bits = [LEVELS * (K.bit_length() - 1) for K in rule.codewords]
+    bits = bits if len(bits) > 1 else [bits[0] * (L + 1) // LEVELS for L in range(LEVELS)]
+    backbone = f"EfficientNet-Lite0, fine-tuned at {task.size} x {task.size}" if task.images else "given features"
+    seeds = len(next(iter(runs.values())))
+    lines = [
+        f"### {title}",
+        "",
+        f"mAP@{rule.R:,} by the protocol `{task.protocol}`; {backbone}; {seeds} seed{'s' * (seeds > 1)}"
+        f"{': mean (least to greatest)' * (seeds > 1)}. {origin['processor']}, {origin['torch_threads']} threads; "
+        f"drq_fast {origin['versions']['drq_fast']}, torch {origin['versions']['torch']}. Made by",
+        f"`{command}`.",
+        "",
+        "| | " + " | ".join(f"{b} bits" for b in bits) + " | seconds |",
+        "| --- " * (len(bits) + 2) + "|",
+    ]
+    if task.protocol in PAPER and len(runs) == 1:
+        lines.append(f"| the paper: AlexNet, fine-tuned | {' | '.join(PAPER[task.protocol])} | |")
+    for ablation, done in runs.items():
+        names = list(done[0].values) if len(runs) == 1 else ["ours"]
+        for name in names:
+            shown = name if len(runs) == 1 else ROWS[ablation]
+            cells = [cell([run.values[name][i] for run in done]) for i in range(len(bits))]
+            spent = [run.seconds[name] for run in done if name in run.seconds]
+            lines.append(f"| {shown} | {' | '.join(cells)} | {f'{np.mean(spent):.0f}' if spent else ''} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """One table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--words", type=Path)
+    parser.add_argument("--protocol", choices=PROTOCOLS, default="cifar10-2")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--size", type=int, default=96, help="of images, in pixels")
+    parser.add_argument("--run", type=Path, help="folder of checkpoints")
+    parser.add_argument("--ablations", action="store_true")
+    parser.add_argument("--peers", action="store_true", help="codes of faiss on the learned features, too")
+    parser.add_argument("--validate", action="store_true")
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--keep", type=Path, help="JSON file of runs; read if it is there, written after every run")
+    parser.add_argument("--name", help="of the table in docs/results.md")
+    options = parser.parse_args()
+    task = Task(options)
+    runs: dict[str, list[Run]] = {}
+    if options.keep and options.keep.exists():
+        runs = {name: [Run(*run) for run in done] for name, done in json.loads(options.keep.read_text()).items()}
+    for ablation in ROWS if options.ablations else ["none"]:
+        done = runs.setdefault(ablation, [])
+        for seed in range(len(done), options.seeds):
+            done.append(task.run(seed, options.peers, ablation))
+            print(ablation, seed, json.dumps(done[-1]), flush=True)
+            if options.keep:
+                options.keep.write_text(json.dumps(runs, indent=1))
+    named = {"data": options.data.name, "words": options.words and options.words.name, "protocol": options.protocol}
+    named |= {"seeds": options.seeds} | ({"size": options.size} if task.images else {})
+    command = "python benchmarks/paper.py " + " ".join(f"--{k} {v}" for k, v in named.items() if v is not None)
+    command += "".join(f" --{flag}" for flag in ("ablations", "peers") if getattr(options, flag))
+    command += f" --set {' '.join(options.set)}" if options.set else ""
+    text = table(task, runs, command + (f' --name "{options.name}"' if options.name else ""), options.name or "paper")
+    print(text)
+    if options.name:
+        write(PAGE, options.name, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""benchmarks/paper.py on made-up features: a table with every row, runs that are kept, and choices by validation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "benchmarks" / "paper.py"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """Two classes of 700 features each, as many as the protocol needs, and two words."""
+    folder = tmp_path_factory.mktemp("data")
+    generator = np.random.default_rng(0)
+    label = np.arange(1400) % 2
+    x = generator.normal(size=(1400, 8)) + 1.5 * label[:, None]
+    np.savez(folder / "x.npz", x=x.astype(np.float32), label=label)
+    np.savetxt(folder / "words.txt", [[1.0, 0, 0], [0, 1, 1]])
+    return folder
+
+
+def paper(data: Path, *arguments: str) -> str:
+    command = [sys.executable, str(SCRIPT), "--data", str(data / "x.npz"), "--words", str(data / "words.txt")]
+    settings = ["--set", "epochs=1,1,1", "batch=64"]
+    done = subprocess.run([*command, *arguments, *settings], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def cells(table: str, row: str) -> list[str]:
+    (line,) = (line for line in table.splitlines() if line.startswith(f"| {row} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_the_table_and_the_runs_that_are_kept(data, tmp_path):
+    out = paper(data, "--seeds", "2", "--keep", str(tmp_path / "runs.json"))
+    assert "| | 8 bits | 16 bits | 24 bits | 32 bits | seconds |" in out
+    assert cells(out, "the paper: AlexNet, fine-tuned")[:4] == ["0.803", "0.824", "0.832", "0.837"]
+    kept = json.loads((tmp_path / "runs.json").read_text())["none"]
+    by_code = [[run[0]["ours"][i] for run in kept] for i in range(4)]
+    expected = [f"{np.mean(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in by_code]
+    assert cells(out, "ours")[:4] == expected
+    assert min(map(min, by_code)) > 0.8  # two classes that are easy to tell apart
+    assert len(cells(out, "learned features, exact")) == len(cells(out, "ours, ranked by inner product")) == 5
+    assert "--seeds 2 --set epochs=1,1,1 batch=64`." in out
+    again = paper(data, "--seeds", "2", "--keep", str(tmp_path / "runs.json"))
+    assert not [line for line in again.splitlines() if line.startswith("none ")]  # nothing was computed anew
+    assert cells(again, "ours") == cells(out, "ours")
+
+
+def test_ablations_by_validation(data):
+    out = paper(data, "--ablations", "--validate")
+    for row in ("Remove l_s", "Remove l_t", "soft only", "Remove E_j", "Remove concat", "DRQ"):
+        assert all(0.5 < float(value) <= 1 for value in cells(out, row)[:4])
+    assert "the paper" not in out
