@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "cpu/sample.h"
+#include "cpu/scan_bits.h"
 #include "cpu/scan_few.h"
 #include "cpu/scan_one.h"
 
@@ -359,9 +360,11 @@ void scan_one_by_one(const Part& part, bool bytes) {
   Buffer<float> terms(job.M * job.K);
   Buffer<Key> kept(2 * capacity);
   Reservoir best{job.k, capacity, kept.data, kept.data + capacity};
+  Bits bits(job);
   Few<Code> few(job);
   for (int64_t q = part.first_query; q < part.last_query; ++q) {
     best.clear();
+    bits.start(q, best);
     few.start(q, best);
     int64_t at = part.begin, end = part.end;
     while (part.taken == nullptr || (at = part.taken[q].fetch_add(kTaken)) < part.end) {
@@ -375,6 +378,7 @@ void scan_one_by_one(const Part& part, bool bytes) {
         at = scan_one(job, q, at, end, best);
         while (at < end) {
           const int64_t next = std::min(end, at + std::max(kFewest, (kGrowth - 1) * (at - begin)));
+          at = bits.run(at, next);
           at = few.run(at, next);
           scan_floats<Code>(job, q, at, next, terms.data, best);
           at = next;

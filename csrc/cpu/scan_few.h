@@ -1,5 +1,5 @@
-// One query by the first few levels, in floats: after them most codes are out. For codes that scan_one.h cannot take,
-// and for processors without AVX-512.
+// One query by the first few levels, in floats: after them most codes are out. For codes that neither scan_one.h nor
+// scan_bits.h can take, and for processors without AVX2.
 #pragma once
 
 #include "cpu/buffer.h"

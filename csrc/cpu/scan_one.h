@@ -1,5 +1,5 @@
 // One query against 64 codes at a time, with AVX-512: one table of 256 bytes, in four registers, serves all levels, and
-// one instruction weights the four levels of a dword and adds them up. Elsewhere, see scan_few.h.
+// one instruction weights the four levels of a dword and adds them up. Elsewhere, see scan_bits.h and scan_few.h.
 #pragma once
 
 #include "cpu/scan.h"

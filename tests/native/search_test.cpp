@@ -85,6 +85,11 @@ struct Case {
             ? M
             : random.one_of({M + 1, std::max<int64_t>(M, 8), std::max<int64_t>(M, 16), std::max<int64_t>(M, 4), M + 5});
     if (random.once_in(20)) stride = random.between(1, M);  // rows that overlap
+    if (size >= 16 && size < 33 && random.once_in(2)) {     // one query, and rows of 4 or 8 bytes
+      Q = random.between(1, 2), N = random.between(2049, 20000), K = random.between(100, 256), wide = false;
+      M = random.one_of({2, 3, 4, 4, 4, 8}), stride = M <= 4 && !random.once_in(4) ? 4 : 8;
+      k = random.one_of({1, 10, 10, 30});
+    }
   }
 
   void codes() {
