@@ -156,8 +156,7 @@ def search(
     keep = None if keep is None else keep.contiguous()
 
     def work(part: int, rows: slice) -> None:
-        for first in range(rows.start, rows.stop, step):
-            here = slice(first, min(first + step, rows.stop))
+        for here in tiles(rows, step):
             some = (query, scores, positions) if here == slice(0, Q) else (query[here], scores[here], positions[here])
             prepare = functools.partial(reference.prepare, some[0].float(), codebook, offset, metric)
             scan(_alone(prepare, in_pool), codes, scale, *some[1:], metric, norms, keep, 1 if apart else threads)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+import threading
+import time
+
 import pytest
 import torch
 
 from drq_fast import _native, functional, reference
 
 METRICS = ["l2", "ip", "cosine"]
-BACKENDS = ["torch", pytest.param("native", marks=pytest.mark.skipif(_native.extension is None, reason="not built"))]
+needs_native = pytest.mark.skipif(_native.extension is None, reason="not built")
+BACKENDS = ["torch", pytest.param("native", marks=needs_native)]
 
 
 def stable_sort(query, codes, codebook, scale, k, keep=None, **options):
@@ -90,3 +95,30 @@ def test_rank_keeps_nan_last():
     scores = torch.tensor([[3.0, float("nan"), 1.0, float("nan"), 2.0] + [9.0] * 20])
     assert reference.rank(scores, 3, "l2").tolist() == [[2, 4, 0]]
     assert reference.rank(scores[:, :5], 5, "ip").tolist() == [[0, 4, 2, 1, 3]]
+
+
+@needs_native
+def test_an_interruption_ends_a_search_between_batches(monkeypatch):
+    scanned, started = [], threading.Event()
+
+    def scan(*_: object) -> None:
+        started.set()
+        scanned.append(1)
+        time.sleep(0.005)
+
+    def interrupt() -> None:
+        started.wait()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    monkeypatch.setattr(_native, "scan", scan)
+    monkeypatch.setattr(_native, "_KEYS", 256)  # batches of one query
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    query, codebook = torch.randn(2048, 256), torch.randn(256, 256)
+    threading.Thread(target=interrupt).start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            _native.search(query, torch.zeros(9, 1, dtype=torch.uint8), codebook, torch.ones(1), k=1, metric="ip")
+    finally:
+        torch.set_num_threads(before)
+    assert len(scanned) < 1024
