@@ -54,6 +54,7 @@ def test_the_table_and_the_runs_that_are_kept(data, tmp_path):
     assert cells(again, "ours") == cells(out, "ours")
 
 
+@pytest.mark.slow
 def test_ablations_by_validation(data):
     out = paper(data, "--ablations", "--validate")
     for row in ("Remove l_s", "Remove l_t", "soft only", "Remove E_j", "Remove concat", "DRQ"):

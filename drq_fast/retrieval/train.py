@@ -255,14 +255,16 @@ class _Run:
 
     @torch.no_grad()
     def views(self) -> Tensor:
-        """x [n, dim] of all batches as they are trained with: with augmentation and dropout.
+        """x [n, dim] of all batches as they are trained with, augmented and with dropout, up to four times.
 
         Codewords that start from these suit images that the network has not seen better than those that start from
         training images as they are, which it has learnt to tell apart.
         """
         torch.manual_seed(_seed(self.config.seed, self.position.epoch, -1, self.ranks.rank))
+        wanted = 64 * self.model.quantizer.codewords  # as many as `initialise` looks at
+        times = min(4, -(-wanted // (self.steps * self.batch)))
         parts = []
-        for _, inputs in _loaded(self.items, self.batches(), self.config.workers):
+        for _, inputs in _loaded(self.items, self.batches() * times, self.config.workers):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.amp):
                 parts.append(self.model.features(self.view(inputs)).x.float())
         return torch.cat(parts)
