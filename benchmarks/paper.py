@@ -40,7 +40,9 @@ PAPER = {  # AlexNet, fine-tuned
 }
 HIDDEN, DROPOUT = 2048, 0.5  # of the layer above given features
 FROM_FEATURES = Config(epochs=(20, 5, 10), margin=0.5, semantic=3.0, backbone_rate=1e-3)
-FROM_IMAGES = Config(epochs=(12, 4, 12), margin=0.5, semantic=3.0, backbone_rate=5e-4, batch=64, weight_decay=0.01, amp=True)
+FROM_IMAGES = Config(
+    epochs=(12, 4, 12), margin=0.5, semantic=3.0, backbone_rate=5e-4, batch=64, weight_decay=0.01, amp=True
+)
 ROWS = {
     "unsupervised": "Unsupervised: the features as they are",
     "no_semantic": "Remove l_s",

@@ -366,18 +366,20 @@ void scan_one_by_one(const Part& part, bool bytes) {
     best.clear();
     bits.start(q, best);
     few.start(q, best);
-    int64_t at = part.begin, end = part.end;
+    int64_t at = part.begin, end = part.end, scanned = 0;
     while (part.taken == nullptr || (at = part.taken[q].fetch_add(kTaken)) < part.end) {
       if (part.taken != nullptr) end = std::min(at + kTaken, part.end);
       if (bytes) {
-        const int64_t begin = at;
         if (!best.full) {
+          const int64_t begin = at;
           at = seeds_end(job, begin, end);
           scan_floats<Code>(job, q, begin, at, terms.data, best);
+          scanned += at - begin;
         }
         at = scan_one(job, q, at, end, best);
         while (at < end) {
-          const int64_t next = std::min(end, at + std::max(kFewest, (kGrowth - 1) * (at - begin)));
+          const int64_t next = std::min(end, at + std::max(kFewest, (kGrowth - 1) * scanned));
+          scanned += next - at;
           at = bits.run(at, next);
           at = few.run(at, next);
           scan_floats<Code>(job, q, at, next, terms.data, best);
