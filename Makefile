@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export PYTHONDONTWRITEBYTECODE = 1
 NATIVE := $(wildcard csrc/*.* csrc/*/*.* tests/native/*.*)
 
-.PHONY: demo test test-all lint format bench clean
+.PHONY: demo test test-all lint format bench bench-quick bench-publish gpu-check clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/digits.py
@@ -32,8 +32,19 @@ format: $(VENV)/lint
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(NATIVE)
 
-bench: $(VENV)/bench
-	$(BIN)/python -m pytest benchmarks
+# Every benchmark, or a few (-m quick), beside the peers: JSON, tables and plots in a folder that git ignores.
+bench bench-quick: $(VENV)/bench
+	rm -rf out/$@ && mkdir -p out/$@
+	$(BIN)/python -m pytest benchmarks --benchmark-quiet --benchmark-json=out/$@/figures.json $(if $(findstring quick,$@),-m quick)
+	$(BIN)/python benchmarks/report.py out/$@
+
+# Writes tables and plots of the committed benchmarks/results/*.json into README.md and docs/.
+bench-publish: $(VENV)/bench
+	$(BIN)/python benchmarks/report.py --publish
+
+# On a machine with an NVIDIA GPU: tests, then benchmarks, then one file to send back.
+gpu-check: $(VENV)/test $(VENV)/bench
+	$(BIN)/python benchmarks/gpu_check.py
 
 clean:
 	rm -rf $(VENV) build out *.egg-info drq_fast/*.so

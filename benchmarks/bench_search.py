@@ -20,7 +20,7 @@ Sizes = dict[str, Any]
 
 
 def inputs(
-    N: int, Q: int, K: int, M: int, codes: str = "random", dim: int = D, **_: Any
+    N: int, Q: int, K: int, M: int, codes: str = "random", dim: int = D, device: str = "cpu", **_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """query [Q, D], codes [N, M] uint8 or int16, codebook [K, D], scale [M]."""
     generator = torch.Generator().manual_seed(0)
@@ -33,16 +33,28 @@ def inputs(
     else:
         distinct = torch.randint(K, (N // 50, M), generator=generator, dtype=dtype)
         rows = distinct[(torch.rand(N, generator=generator) ** 3 * len(distinct)).long()]
-    return query, rows, torch.randn(K, dim, generator=generator), 0.7 ** torch.arange(M)
+    codebook, scale = torch.randn(K, dim, generator=generator), 0.7 ** torch.arange(M)
+    return query.to(device), rows.to(device), codebook.to(device), scale.to(device)
+
+
+def on_cpu(sizes: Sizes, peer: str) -> Sizes:
+    """The sizes without a device, which has to be the CPU."""
+    if sizes["device"] != "cpu":
+        raise NotImplementedError(f"{peer} runs on the CPU only")
+    return {name: size for name, size in sizes.items() if name != "device"}
 
 
 def ours(metric: str, k: int, backend: str | None = None, keep: float | None = None, **sizes: Any) -> Callable[[], Any]:
     """Exact over the codes; squared norms for l2 are 4 bytes a code, made once as an index makes them."""
     query, codes, codebook, scale = inputs(**sizes)
     norms = None if metric == "ip" else functional.squared_norms(codes, codebook, scale, None)
-    mask = None if keep is None else torch.rand(len(codes), generator=torch.Generator().manual_seed(3)) < keep
+    mask = None if keep is None else kept(len(codes), keep).to(codes.device)
     rest = (k, None, metric, norms, mask, backend)
     return lambda: functional.search_unchecked(query, codes, codebook, scale, *rest)
+
+
+def kept(N: int, share: float) -> Tensor:
+    return torch.rand(N, generator=torch.Generator().manual_seed(3)) < share
 
 
 def unfiltered(keep: float, **sizes: Any) -> Callable[[], Any]:
@@ -67,14 +79,14 @@ def index_pq(N: int, levels: int, bits: int, metric: str) -> Any:
 
 def faiss_pq(K: int, M: int, metric: str, k: int, **sizes: Any) -> Callable[[], Any]:
     """M tables of K float entries: the same look-ups as ours."""
-    query = inputs(K=K, M=M, **sizes)[0].numpy()
+    query = inputs(K=K, M=M, **on_cpu(sizes, "faiss-cpu"))[0].numpy()
     index = index_pq(sizes["N"], M, (K - 1).bit_length(), metric)
     return lambda: index.search(query, k)
 
 
 def faiss_fast_scan(K: int, M: int, metric: str, k: int, **sizes: Any) -> Callable[[], Any]:
     """Tables of 16 entries, rounded to 8 bits: as many bytes, coarser codebooks, approximate scores."""
-    query = inputs(K=K, M=M, **sizes)[0].numpy()
+    query = inputs(K=K, M=M, **on_cpu(sizes, "faiss-cpu"))[0].numpy()
     exact = index_pq(sizes["N"], M * (K - 1).bit_length() // 4, 4, metric)
     import faiss
 
@@ -106,11 +118,11 @@ def residual_index(kind: str, bits: int, N: int, Q: int, K: int, M: int, k: int,
 
 
 def faiss_rq(**sizes: Any) -> Callable[[], Any]:
-    return residual_index("plain", bits=8, **sizes)
+    return residual_index("plain", bits=8, **on_cpu(sizes, "faiss-cpu"))
 
 
 def faiss_rq_fast_scan(**sizes: Any) -> Callable[[], Any]:
-    return residual_index("fast", bits=4, **sizes)
+    return residual_index("fast", bits=4, **on_cpu(sizes, "faiss-cpu"))
 
 
 def turbovec(metric: str, k: int, **sizes: Any) -> Callable[[], Any]:
@@ -119,7 +131,7 @@ def turbovec(metric: str, k: int, **sizes: Any) -> Callable[[], Any]:
     Comparable as a search of as many vectors of as many dimensions, not at equal memory: it has no fewer than 2 bits
     per dimension, 20 bytes.
     """
-    query, codes, codebook, scale = inputs(**sizes)
+    query, codes, codebook, scale = inputs(**on_cpu(sizes, "turbovec"))
     os.environ.setdefault("RAYON_NUM_THREADS", str(torch.get_num_threads()))  # read once, when its threads start
     from turbovec import TurboQuantIndex
 
@@ -134,7 +146,7 @@ def dense(k: int, dim: int = D, **sizes: Any) -> Callable[[], Any]:
     """numpy: the inner products of decoded vectors and queries, all of them sorted."""
     import numpy as np
 
-    query, codes, codebook, scale = inputs(**sizes, dim=dim)
+    query, codes, codebook, scale = inputs(**on_cpu(sizes, "numpy"), dim=dim)
     vectors, queries = reference.decode(codes, codebook, scale).numpy(), query.numpy()
     return lambda: np.argsort(-(queries @ vectors.T), axis=1)[:, :k]
 
@@ -145,20 +157,17 @@ def random_codes(**sizes: Any) -> Callable[[], Any]:
 
 def agrees(result: reference.SearchResult, metric: str, k: int, keep: float | None = None, **sizes: Any) -> bool:
     """The scores of the positions are the best there are by the float64 reference, for the first 8 queries."""
-    query, codes, codebook, scale = inputs(**sizes)
-    codes = functional.two_bytes(codes)
+    query, codes, codebook, scale = inputs(**(sizes | {"device": "cpu"}))
+    codes, positions, values = functional.two_bytes(codes), result.positions.cpu(), result.scores.cpu()
     exact = (query[:8].double(), codes, codebook.double(), scale.double())
     scores = reference.adc(*exact, metric=metric)
     if keep is not None:
-        mask = torch.rand(len(codes), generator=torch.Generator().manual_seed(3)) < keep
-        scores[:, ~mask] = float("inf") if metric == "l2" else float("-inf")
+        scores[:, ~kept(len(codes), keep)] = float("inf") if metric == "l2" else float("-inf")
     best = scores.topk(k, dim=1, largest=metric != "l2").values
-    found = scores.gather(1, result.positions[:8])
-    distinct = all(len(set(row)) == k for row in result.positions.tolist())
+    found = scores.gather(1, positions[:8])
+    distinct = all(len(set(row)) == k for row in positions.tolist())
     tolerance = 1e-4 * float(best.abs().max())
-    return distinct and bool(
-        ((found - best).abs() < tolerance).all() and ((result.scores[:8] - best).abs() < tolerance).all()
-    )
+    return distinct and bool(((found - best).abs() < tolerance).all() and ((values[:8] - best).abs() < tolerance).all())
 
 
 SCANS = {"faiss IndexPQFastScan": faiss_fast_scan, "faiss IndexPQ": faiss_pq}
@@ -173,24 +182,35 @@ def run(compare: Callable[..., None], peers: dict[str, Any], sizes: Sizes) -> No
     compare(ours, peers, agrees, sizes=sizes, work=sizes["N"] * sizes["Q"], unit="codes")
 
 
-@pytest.mark.parametrize("metric", ["ip", "l2"])
-def bench_one_query(compare: Callable[..., None], metric: str) -> None:
-    run(compare, SCANS, case(1_000_000, 1, metric))
+BATCHES = [  # N, Q: one of them changes at a time
+    pytest.param(1_000_000, 256, marks=pytest.mark.quick),
+    *((1_000_000, Q) for Q in (4, 16, 64, 1024)),
+    *((N, 256) for N in (10_000, 100_000, 10_000_000)),
+]
 
 
-@pytest.mark.parametrize("metric", ["ip", "l2"])
-def bench_batch(compare: Callable[..., None], metric: str) -> None:
-    run(compare, ALL if metric == "ip" else SCANS, case(1_000_000, 256, metric))
+@pytest.mark.parametrize(("N", "Q"), BATCHES)
+def bench_batch(compare: Callable[..., None], N: int, Q: int) -> None:
+    run(compare, SCANS, case(N, Q, "ip"))
 
 
-@pytest.mark.parametrize("metric", ["ip", "l2"])
-def bench_batch_k_100(compare: Callable[..., None], metric: str) -> None:
-    run(compare, SCANS, case(1_000_000, 256, metric, k=100))
+@pytest.mark.parametrize("N", [10_000, 100_000, pytest.param(1_000_000, marks=pytest.mark.quick), 10_000_000])
+def bench_one_query(compare: Callable[..., None], N: int) -> None:
+    run(compare, SCANS, case(N, 1, "ip"))
 
 
 @pytest.mark.parametrize("Q", [1, 256])
-def bench_ten_million(compare: Callable[..., None], Q: int) -> None:
-    run(compare, SCANS, case(10_000_000, Q, "ip"))
+def bench_l2(compare: Callable[..., None], Q: int) -> None:
+    run(compare, SCANS, case(1_000_000, Q, "l2"))
+
+
+@pytest.mark.parametrize("k", [100, pytest.param(1000, marks=pytest.mark.quick)])
+def bench_large_k(compare: Callable[..., None], k: int) -> None:
+    run(compare, SCANS, case(1_000_000, 64, "ip", k=k))
+
+
+def bench_all_peers(compare: Callable[..., None]) -> None:
+    run(compare, ALL, case(1_000_000, 64, "ip"))
 
 
 def bench_duplicates(compare: Callable[..., None]) -> None:
@@ -214,7 +234,7 @@ def bench_filter(compare: Callable[..., None], Q: int) -> None:
 
 @pytest.mark.parametrize("k", [5000, 54000])
 def bench_rankings(compare: Callable[..., None], k: int) -> None:
-    run(compare, {"numpy, dense and sorted": dense}, case(54_000, 1000, "ip", k=k, dim=2048))
+    run(compare, {"numpy, dense and sorted": dense}, case(54_000, 200, "ip", k=k, dim=2048))
 
 
 @pytest.mark.parametrize("Q", [1, 256])

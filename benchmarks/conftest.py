@@ -1,24 +1,25 @@
 """One fixture for every benchmark: agreement with the reference, speed beside peers, peak memory, provenance.
 
-    def inputs(N):
-        return torch.randn(N, 64, generator=torch.Generator().manual_seed(0))
+    def inputs(N, device="cpu"):
+        return torch.randn(N, 64, generator=torch.Generator().manual_seed(0)).to(device)
 
-    def ours(N):  # a job: a module-level function that builds its inputs and returns what is timed
-        x = inputs(N)
+    def ours(N, device):  # a job: a module-level function that builds its inputs and returns what is timed
+        x = inputs(N, device)
         return lambda: drq_fast.sums(x)
 
-    def numpy(N):  # a peer, of which there may be many; where its import fails it is named as absent
+    def numpy(N, device):  # a peer, of which there may be many; where its import fails it is named as absent
         import numpy
         x = inputs(N).numpy()
         return lambda: numpy.sum(x, axis=1)
 
-    def agrees(sums, N):  # is what ours returned right?
-        return torch.allclose(sums, inputs(N).sum(dim=1))
+    def agrees(sums, N, device):  # is what ours returned right?
+        return torch.allclose(sums.cpu(), inputs(N).sum(dim=1))
 
     def bench_sums(compare):
         compare(ours, {"numpy": numpy}, agrees, sizes={"N": 1000}, work=1000, unit="vectors")
 
-Run: pytest benchmarks --benchmark-json=figures.json
+Run: pytest benchmarks --benchmark-json=figures.json, with -m quick for a few of them, --device cuda on a GPU (where a
+peer that raises NotImplementedError is named as absent). The file holds provenance and figures, for report.py.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +48,19 @@ Job = Callable[..., Run]
 
 FIGURES = pytest.StashKey[dict[str, dict[str, Any]]]()
 LEAST = 0.02  # seconds that are timed at a time
+WIDEST = 0.25  # of a ratio: an interval that reaches further to a side is marked, and not published
 PAUSE = 0.01  # seconds in which the OpenMP threads of the one before stop spinning
 
 
 @pytest.fixture
 def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., None]:
-    """compare(ours, peers, agrees, *, sizes, work, unit, rounds=7): see the top of this file.
+    """compare(ours, peers, agrees, *, sizes, work, unit, quality=None, rounds=7): see the top of this file.
 
     agrees(result, **sizes) -> bool judges what ours returned, before anything is timed. work is how many `unit` one run
-    gets done. Each round times every peer, then ours; a ratio is peer time / our time of the same round.
+    gets done. quality(result, **sizes) -> {name: figure} says how good results are, ours and the peers'. Each round
+    times every peer, then ours; a ratio is peer time / our time of the same round.
     """
+    device = request.config.getoption("device")
 
     def run_all(
         ours: Job,
@@ -64,18 +70,23 @@ def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., Non
         sizes: dict[str, Any],
         work: int,
         unit: str,
+        quality: Callable[..., dict[str, float]] | None = None,
         rounds: int = 7,
     ) -> None:
-        run = synchronised(ours(**sizes))
-        assert agrees(run(), **sizes), f"ours disagrees with the reference at {sizes}: nothing is timed"
+        place = {**sizes, "device": device}
+        run = synchronised(ours(**place), device)
+        result = run()
+        assert agrees(result, **place), f"ours disagrees with the reference at {sizes}: nothing is timed"
         if benchmark.disabled:
             return
-        run, repeats = repeated(run)
-        runs, absent = prepare(peers, sizes)
-        our_memory = peak_memory(ours, sizes)
-        memory = {name: peak_memory(peers[name], sizes) for name in runs}
-        origin = provenance()
+        runs, absent = prepare(peers, place)
+        our_memory, *memories = peak_memories([ours, *(peers[name] for name in runs)], place)
+        memory = dict(zip(runs, memories, strict=True))
+        good = {name: quality(peer(), **place) for name, peer in runs.items()} if quality else {}
+        our_quality = {"quality": quality(result, **place)} if quality else {}
+        del result
 
+        run, repeats = repeated(run)
         times: dict[str, list[float]] = {name: [] for name in runs}
         runs = {name: repeated(peer) for name, peer in runs.items()}
         others = cores_used_by_others(
@@ -86,27 +97,30 @@ def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., Non
         for name in runs:
             peer_times = np.array(times[name][1 : rounds + 1])  # the first was the warm-up
             figures[name] = {**spread(peer_times / our_times), **rate(work, peer_times), **memory[name]}
+            figures[name].update({"quality": good[name]} if quality else {})
         benchmark.extra_info.update(
+            group=Path(inspect.getfile(ours)).stem.removeprefix("bench_"),
+            device=device,
             sizes=sizes,
             work=work,
             unit=unit,
             repeats=repeats,
-            ours={**rate(work, our_times), **our_memory},
+            rounds=rounds,
+            ours={**rate(work, our_times), **our_memory, **our_quality},
             peers={name: figures[name] for name in peers},
             cores_used_by_others=others,
-            provenance=origin,
         )
         request.config.stash.setdefault(FIGURES, {})[benchmark.name] = benchmark.extra_info
 
     return run_all
 
 
-def synchronised(run: Run) -> Run:
+def synchronised(run: Run, device: str) -> Run:
     """The same, returning only when the GPU, if one is in use, is done."""
 
     def run_to_the_end() -> Any:
         result = run()
-        if torch.cuda.is_initialized():
+        if device == "cuda":
             torch.cuda.synchronize()
         return result
 
@@ -118,18 +132,21 @@ def prepare(peers: dict[str, Job], sizes: dict[str, Any]) -> tuple[dict[str, Run
     runs, absent = {}, {}
     for name, job in peers.items():
         try:
-            runs[name] = synchronised(job(**sizes))
-        except ImportError as error:
+            runs[name] = synchronised(job(**sizes), sizes["device"])
+        except (ImportError, NotImplementedError) as error:
             absent[name] = str(error)
     return runs, absent
 
 
 def repeated(run: Run) -> tuple[Run, int]:
     """The same as often as it takes to last LEAST seconds, and how often that is: waking up must not count."""
-    run()
-    start = time.perf_counter()
-    run()
-    repeats = math.ceil(LEAST / max(time.perf_counter() - start, 1e-6))
+    for _ in range(2):  # the first may be the slower one
+        start = time.perf_counter()
+        run()
+        seconds = time.perf_counter() - start
+        if seconds > 10 * LEAST:
+            break
+    repeats = math.ceil(LEAST / max(seconds, 1e-6))
 
     def run_repeatedly() -> None:
         for _ in range(repeats):
@@ -148,10 +165,11 @@ def time_each(runs: dict[str, tuple[Run, int]], times: dict[str, list[float]]) -
 
 
 def spread(ratios: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """Median of the ratios [rounds], and the 90 % interval of that median by bootstrap."""
+    """Median of the ratios [rounds], the 90 % interval of that median by bootstrap, and is it wider than WIDEST?"""
     resampled = np.random.default_rng(0).choice(ratios, size=(2000, len(ratios)))
-    interval = np.quantile(np.median(resampled, axis=1), (0.05, 0.95))
-    return {"ratio": float(np.median(ratios)), "interval": interval.tolist()}
+    low, high = np.quantile(np.median(resampled, axis=1), (0.05, 0.95)).tolist()
+    ratio = float(np.median(ratios))
+    return {"ratio": ratio, "interval": [low, high], "wide": low < ratio * (1 - WIDEST) or high > ratio * (1 + WIDEST)}
 
 
 def rate(work: int, seconds: npt.NDArray[np.float64]) -> dict[str, float]:
@@ -173,6 +191,12 @@ def seconds_of_others() -> float | None:
     user, nice, system, _idle, _iowait, *interrupts_and_steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     ticks = user + nice + system + sum(interrupts_and_steal)
     return ticks / os.sysconf("SC_CLK_TCK") - time.process_time()
+
+
+def peak_memories(jobs: list[Job], sizes: dict[str, Any]) -> list[dict[str, Any]]:
+    """peak_memory of each, as many at a time as there are cores."""
+    with ThreadPoolExecutor(os.cpu_count() if sizes["device"] == "cpu" else 1) as pool:
+        return list(pool.map(lambda job: peak_memory(job, sizes), jobs))
 
 
 def peak_memory(job: Job, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -197,31 +221,47 @@ def script(name: str, *arguments: str) -> dict[str, Any]:
     return json.loads(child.stdout)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where benchmarks run")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("python_files", "bench_*.py")
     config.addinivalue_line("python_functions", "bench_*")
+    config.addinivalue_line("markers", "quick: one of the few benchmarks of `make bench-quick`")
+    folder = tempfile.TemporaryDirectory()  # what the processes of one run share
+    config.add_cleanup(folder.cleanup)
+    os.environ["BENCH_FOLDER"] = folder.name
+    if config.getoption("device") == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device cuda: torch sees no CUDA device")
+
+
+def pytest_benchmark_update_json(config: pytest.Config, output_json: dict[str, Any]) -> None:
+    """Leaves what report.py needs, and nothing that names the machine or its user."""
+    output_json.clear()
+    output_json.update(provenance=provenance(), figures=config.stash.get(FIGURES, {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     rows = [("benchmark", "peer", "peer time / ours [90 %]", "ours per second", "peak MiB: ours", "peer")]
-    busy = []
+    notes = []
     for name, info in config.stash.get(FIGURES, {}).items():
         for peer, figures in info["peers"].items():
             if "absent" in figures:
                 rows.append((name, peer, f"absent: {figures['absent']}", "", "", ""))
                 continue
             low, high = figures["interval"]
-            ratio = f"{figures['ratio']:.2f} [{low:.2f}, {high:.2f}]"
+            ratio = f"{figures['ratio']:.2f} [{low:.2f}, {high:.2f}]{' too wide' * figures['wide']}"
             speed = f"{info['ours']['rate']:,.0f} {info['unit']}"
             rows.append((name, peer, ratio, speed, mib(info["ours"]), mib(figures)))
         if (info["cores_used_by_others"] or 0) > 0.1:
-            busy.append(f"{name}: not alone, other processes kept {info['cores_used_by_others']:.1f} cores busy")
+            notes.append(f"{name}: not alone, other processes kept {info['cores_used_by_others']:.1f} cores busy")
     if len(rows) > 1:
         terminalreporter.section("ours and the peers")
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             terminalreporter.line("  ".join(map(str.ljust, row, widths)).rstrip())
-        for line in busy:
+        for line in notes:
             terminalreporter.line(line)
 
 

@@ -1,4 +1,4 @@
-"""Peak host memory of one job, in a process that does nothing else; prints JSON.
+"""Peak memory of one job, on the host or on the GPU it runs on, in a process that does nothing else; prints JSON.
 
 python memory.py bench_encode.py ours '{"N": 1000, "D": 64}'
 """
@@ -18,8 +18,9 @@ from typing import Any
 
 def main(file: str, function: str, sizes: str) -> None:
     free_at_once()
-    run = load(file, function)(**json.loads(sizes))
-    memory = peak(run)
+    places = json.loads(sizes)
+    run = load(file, function)(**places)
+    memory = gpu_peak(run) if places.get("device") == "cuda" else peak(run)
     kernels = any(name.startswith("drq_fast.kernels.") for name in sys.modules)
     print(json.dumps({**memory, "interpreted": kernels and os.environ.get("TRITON_INTERPRET") == "1"}))
 
@@ -52,6 +53,17 @@ def peak(run: Callable[[], Any]) -> dict[str, Any]:
         return {"peak_mib": None, "no_peak": f"this system keeps no peak that can be reset: {error}"}
     run()
     return {"peak_mib": highest_mib() - before}
+
+
+def gpu_peak(run: Callable[[], Any]) -> dict[str, Any]:
+    """The same for what torch allocates on the GPU."""
+    import torch
+
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return {"peak_mib": (torch.cuda.max_memory_allocated() - before) / 2**20}
 
 
 def highest_mib() -> float:

@@ -11,7 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
+import torch
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("pytest_benchmark") is None, reason="pytest-benchmark is not installed"
@@ -20,38 +22,49 @@ pytestmark = pytest.mark.skipif(
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 TINY = """
-def right(N):
+def right(N, device):
     return lambda: sum(range(N))
 
-def wrong(N):
+def wrong(N, device):
     return lambda: sum(range(N)) + 1
 
-def triton(N):
+def triton(N, device):
     import torch
     from drq_fast import functional
     codes, codebook = torch.zeros(N, 1, dtype=torch.uint8), torch.zeros(2, 4)
     functional.decode(codes, codebook, torch.ones(1), backend="triton")
-    return right(N)
+    return right(N, device)
 
-def slow(N):
+def slow(N, device):
     return lambda: [sum(range(N)) for _ in range(20)]
 
-def large(N):
+def large(N, device):
     return lambda: b"x" * (32 << 20)
 
-def missing(N):
+def unsteady(N, device):
+    import itertools, time
+    waits = (0.004 * 1.4**n for n in itertools.count())
+    return lambda: time.sleep(next(waits))
+
+def elsewhere(N, device):
+    raise NotImplementedError("for another device")
+
+def missing(N, device):
     import a_library_that_nobody_has
 
-def agrees(result, N):
+def agrees(result, N, device):
     return result == N * (N - 1) // 2
 
-def says_nothing(result, N):
-    assert agrees(result, N)
+def says_nothing(result, N, device):
+    assert agrees(result, N, device)
 
-PEERS = {"slow": slow, "large": large, "missing": missing}
+def size(result, N, device):
+    return {"size": len(str(result))}
+
+PEERS = {"slow": slow, "large": large, "unsteady": unsteady, "missing": missing, "elsewhere": elsewhere}
 
 def bench_right(compare):
-    compare(right, PEERS, agrees, sizes={"N": 10000}, work=10000, unit="numbers")
+    compare(right, PEERS, agrees, sizes={"N": 10000}, work=10000, unit="numbers", quality=size)
 
 def bench_wrong(compare):
     compare(wrong, PEERS, agrees, sizes={"N": 10}, work=10, unit="numbers")
@@ -64,38 +77,64 @@ def bench_triton(compare):
 """
 
 
+SWAPPED = """
+import ctypes
+from drq_fast import _C
+
+right = _C.{kernel}
+
+def wrong(*arguments, **job):
+    right(*arguments, **job)
+    {spoil}
+
+_C.{kernel} = wrong
+"""
+
+
+def load(name: str) -> Any:
+    """A file of benchmarks/ as a module."""
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 class Outcome(NamedTuple):
     text: str
-    benchmarks: list[dict[str, Any]]
+    file: dict[str, Any]
 
     @property
     def right(self) -> dict[str, Any]:
-        """What is stored beside the times of bench_right."""
-        return self.benchmarks[0]["extra_info"]
+        return self.file["figures"]["bench_right"]
+
+
+def run(folder: Path, *arguments: str, **environment: str) -> Outcome:
+    """What a pytest of its own prints and stores for the benchmarks in a folder, of which some must fail."""
+    file = folder / "figures.json"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "--rootdir=.", f"--benchmark-json={file}"]
+    environment = {**os.environ, "PYTEST_ADDOPTS": "", **environment}
+    child = subprocess.run([*command, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    assert child.returncode != 0, child.stdout + child.stderr
+    text = child.stdout + child.stderr
+    return Outcome(text, json.loads(file.read_text()) if file.exists() and file.stat().st_size else {"figures": {}})
 
 
 @pytest.fixture(scope="module")
-def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    folder = tmp_path_factory.mktemp("benchmarks")
-    for name in ("conftest.py", "memory.py", "provenance.py"):
-        shutil.copy(BENCHMARKS / name, folder)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(shutil.copytree(BENCHMARKS, tmp_path_factory.mktemp("copy") / "benchmarks"))
+
+
+@pytest.fixture(scope="module")
+def outcome(folder: Path) -> Outcome:
     (folder / "bench_tiny.py").write_text(TINY)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--import-mode=importlib",
-        "--rootdir=.",
-        "--benchmark-json=figures.json",
-    ]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTEST_ADDOPTS": ""}
-    child = subprocess.run([*command, "."], cwd=folder, env=environment, capture_output=True, text=True)
-    assert child.returncode == 1, child.stdout + child.stderr
-    return Outcome(child.stdout, json.loads((folder / "figures.json").read_text())["benchmarks"])
+    return run(folder, "bench_tiny.py", TRITON_INTERPRET="1")
 
 
 def test_only_what_agrees_leaves_a_figure(outcome: Outcome) -> None:
-    assert [benchmark["name"] for benchmark in outcome.benchmarks] == ["bench_right"]
+    assert list(outcome.file["figures"]) == ["bench_right"]
     assert "3 failed, 1 passed" in outcome.text
     reasons = [line for line in outcome.text.splitlines() if line.startswith("E ")]
     assert sum("ours disagrees with the reference at {'N': 10}: nothing is timed" in line for line in reasons) == 2
@@ -112,12 +151,31 @@ def test_ratio_interval_and_rate(outcome: Outcome) -> None:
     assert 2 < low <= slow["ratio"] <= high
     assert ours["rate"] > 2 * slow["rate"] > 0
     assert outcome.right["unit"] == "numbers"
-    assert outcome.benchmarks[0]["stats"]["rounds"] == 7
+    assert outcome.right["rounds"] == 7
+
+
+def test_interval_that_is_too_wide_is_marked(outcome: Outcome) -> None:
+    assert outcome.right["peers"]["unsteady"]["wide"]
+    assert "too wide" in next(line for line in outcome.text.splitlines() if line.startswith("bench_right  unsteady"))
+
+
+def test_how_wide_is_too_wide() -> None:
+    spread = load("conftest").spread
+    assert spread(np.ones(7)) == {"ratio": 1.0, "interval": [1.0, 1.0], "wide": False}
+    assert not spread(np.array([0.8, 0.8, 0.8, 1.0, 1.2, 1.2, 1.2]))["wide"]
+    assert spread(np.array([0.7, 0.7, 0.7, 1.0, 1.0, 1.0, 1.0]))["wide"]
+    assert spread(np.array([1.0, 1.0, 1.0, 1.0, 1.3, 1.3, 1.3]))["wide"]
+
+
+def test_quality_of_ours_and_the_peers(outcome: Outcome) -> None:
+    assert outcome.right["ours"]["quality"] == {"size": len(str(sum(range(10000))))}
+    assert outcome.right["peers"]["unsteady"]["quality"] == {"size": len("None")}
 
 
 def test_absent_peer_is_named(outcome: Outcome) -> None:
     assert outcome.right["peers"]["missing"] == {"absent": "No module named 'a_library_that_nobody_has'"}
     assert "absent: No module named 'a_library_that_nobody_has'" in outcome.text
+    assert outcome.right["peers"]["elsewhere"] == {"absent": "for another device"}
 
 
 def test_peak_memory(outcome: Outcome) -> None:
@@ -129,7 +187,7 @@ def test_peak_memory(outcome: Outcome) -> None:
 
 
 def test_provenance(outcome: Outcome) -> None:
-    provenance = outcome.right["provenance"]
+    provenance = outcome.file["provenance"]
     assert provenance["processor"]
     assert provenance["cores"] >= 1
     assert provenance["torch_threads"] >= 1
@@ -141,3 +199,40 @@ def test_table_names_every_peer(outcome: Outcome) -> None:
     table = outcome.text.partition("ours and the peers")[2]
     for peer in ("slow", "large", "missing"):
         assert f"bench_right  {peer} " in table
+
+
+@pytest.mark.parametrize(
+    ("file", "kernel", "spoil"),
+    [
+        ("bench_encode.py", "encode_cpu", "ctypes.memset(job['codes'], 7, 4)"),
+        ("bench_search.py", "search_cpu", "ctypes.memset(job['positions'], 0, 16)"),
+        ("bench_quantize.py", "backward_cpu", "ctypes.memset(job['dscores'], 0, 4096)"),
+    ],
+)
+def test_wrong_kernel_leaves_no_figure(folder: Path, file: str, kernel: str, spoil: str) -> None:
+    """A kernel that spoils a little of what the right one has written."""
+    if importlib.util.find_spec("drq_fast._C") is None:
+        pytest.skip("no compiled kernels here")
+    (folder / "swapped.py").write_text(SWAPPED.format(kernel=kernel, spoil=spoil))
+    outcome = run(folder, "-p", "swapped", "-m", "quick", file, PYTHONPATH=str(folder))
+    assert "ours disagrees with the reference" in outcome.text, outcome.text
+    assert "passed" not in outcome.text
+    assert outcome.file["figures"] == {}
+
+
+def test_no_gpu_is_said_at_once(folder: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    assert "--device cuda: torch sees no CUDA device" in run(folder, "--device", "cuda", "bench_encode.py").text
+
+
+def test_timer_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    conftest = load("conftest")
+    waited = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
+    assert conftest.synchronised(lambda: 1, "cpu")() == 1
+    assert not waited
+    run, repeats = conftest.repeated(conftest.synchronised(lambda: None, "cuda"))
+    del waited[:]
+    run()
+    assert len(waited) == repeats
