@@ -191,7 +191,7 @@ BATCHES = [  # N, Q: one of them changes at a time
 
 @pytest.mark.parametrize(("N", "Q"), BATCHES)
 def bench_batch(compare: Callable[..., None], N: int, Q: int) -> None:
-    run(compare, SCANS, case(N, Q, "ip"))
+    run(compare, ALL if Q == 64 else SCANS, case(N, Q, "ip"))
 
 
 @pytest.mark.parametrize("N", [10_000, 100_000, pytest.param(1_000_000, marks=pytest.mark.quick), 10_000_000])
@@ -207,10 +207,6 @@ def bench_l2(compare: Callable[..., None], Q: int) -> None:
 @pytest.mark.parametrize("k", [100, pytest.param(1000, marks=pytest.mark.quick)])
 def bench_large_k(compare: Callable[..., None], k: int) -> None:
     run(compare, SCANS, case(1_000_000, 64, "ip", k=k))
-
-
-def bench_all_peers(compare: Callable[..., None]) -> None:
-    run(compare, ALL, case(1_000_000, 64, "ip"))
 
 
 def bench_duplicates(compare: Callable[..., None]) -> None:

@@ -100,6 +100,7 @@ def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., Non
             figures[name].update({"quality": good[name]} if quality else {})
         benchmark.extra_info.update(
             group=Path(inspect.getfile(ours)).stem.removeprefix("bench_"),
+            quick=request.node.get_closest_marker("quick") is not None,
             device=device,
             sizes=sizes,
             work=work,

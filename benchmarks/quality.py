@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from unittest import mock
 import numpy as np
 import torch
 from provenance import provenance
+from report import fill
 from torch import Tensor
 
 import drq_fast
@@ -154,16 +154,6 @@ def table(known: dict[str, Errors], title: str, data: Data, origin: dict[str, An
     return "\n".join(lines)
 
 
-def write(page: Path, name: str, text: str) -> None:
-    """Replaces what stands between the marks of that name."""
-    start, end = f"<!-- quality: {name} -->", "<!-- end -->"
-    pattern = re.compile(re.escape(start) + ".*?" + re.escape(end), re.DOTALL)
-    replaced, count = pattern.subn(lambda _: f"{start}\n{text}\n{end}", page.read_text())
-    if count != 1:
-        raise SystemExit(f"{page} has {count} places marked {start}")
-    page.write_text(replaced)
-
-
 def main() -> None:
     """One data set."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -192,7 +182,7 @@ def main() -> None:
     command += f' --held-out {options.held_out} --seed {options.seed} --name "{options.name}"'
     text = table(known, options.name, data, provenance(), command)
     print(text)
-    write(PAGE, options.name, text)
+    PAGE.write_text(fill(PAGE.read_text(), "quality", {options.name: text}))
 
 
 if __name__ == "__main__":

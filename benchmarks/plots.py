@@ -1,0 +1,163 @@
+"""The plots of report.py: one figure for each part of the library, a panel for each size that changes."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+from figures import OURS, Figure, number, origin, size_text
+from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import FuncFormatter, NullLocator
+
+BOUND = "the product"  # how the names of those begin that are a limit, not a peer
+COLOURS = ("#1f77b4", "#e08214", "#2ca02c", "#7b52ab", "#8c564b", "#17a2b8")
+
+
+class Panel(NamedTuple):
+    """A diagram: what all figures of a group show that differ from `sizes` in the size `axis` alone."""
+
+    group: str
+    axis: str
+    sizes: dict[str, Any]
+    label: str
+    value: str = "rate"
+
+    def lines(self, figures: Iterable[Figure]) -> dict[str, list[tuple[float, float]]]:
+        """Points (size, value) by name, ours first."""
+        found: dict[str, list[tuple[float, float]]] = {OURS: []}
+        for figure in figures:
+            if figure.group == self.group and figure.sizes == self.sizes | {self.axis: figure.sizes.get(self.axis)}:
+                for name, values in figure.steady().items():
+                    found.setdefault(name, []).append((figure.sizes[self.axis], values[self.value]))
+        return {name: sorted(points) for name, points in found.items()}
+
+
+TRAINING = {"N": 2048, "D": 1024, "M": 4, "K": 256}
+ENCODING = {"N": 16384, "D": 512, "M": 4, "K": 256}
+SEARCH = {"N": 1_000_000, "Q": 256, "K": 256, "M": 4, "metric": "ip", "k": 10}
+AXES = {"D": "dimensions D", "M": "levels M", "K": "codewords K", "N": "codes N", "Q": "queries at a time"}
+PLOTS = {
+    "training": ("Training step", [Panel("quantize", axis, TRAINING, "vectors / s") for axis in "DMK"]),
+    "encode": ("Encode", [Panel("encode", axis, ENCODING, "vectors / s") for axis in "DMK"]),
+    "search": ("Search, the ten best by inner product", [Panel("search", axis, SEARCH, "codes / s") for axis in "NQ"]),
+    "memory": (
+        "Peak memory beside the inputs",
+        [
+            Panel("quantize", "M", TRAINING, "MiB, training step", "peak_mib"),
+            Panel("encode", "D", ENCODING, "MiB, encode", "peak_mib"),
+        ],
+    ),
+}
+
+
+def plot(figures: list[Figure], folder: Path) -> list[str]:
+    """Writes every plot for which there are at least two points; returns their names."""
+    matplotlib.use("Agg")
+    style = {"svg.hashsalt": OURS, "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
+    drawn = []
+    with matplotlib.rc_context(style):
+        for name, (title, panels) in PLOTS.items():
+            lines = [panel.lines(figures) for panel in panels]
+            if max(len(line[OURS]) for line in lines) > 1:
+                save(draw(title, panels, lines, figures), folder / f"{name}.svg")
+                drawn.append(name)
+        recalls = [figure for figure in figures if figure.group == "recall"]
+        if len(recalls) > 1:
+            save(draw_recall(recalls), folder / "recall.svg")
+            drawn.append("recall")
+    return drawn
+
+
+def save(canvas: Any, path: Path) -> None:
+    """The same bytes for the same figures: without a date."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    canvas.savefig(path, metadata={"Date": None}, facecolor="white")
+    canvas.clear()
+
+
+def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """How the line of each name is drawn: ours bold, limits dashed, peers in colours of their own."""
+    peers = [name for name in names if name != OURS and not name.startswith(BOUND)]
+    colours = {name: COLOURS[n % len(COLOURS)] for n, name in enumerate(peers)}
+    return {
+        name: {"color": "#c00020", "linewidth": 3, "marker": "o", "markersize": 7, "zorder": 3}
+        if name == OURS
+        else {"color": "#777777", "linestyle": "--", "linewidth": 1.2}
+        if name.startswith(BOUND)
+        else {"color": colours[name], "linewidth": 1.6, "marker": "s", "markersize": 4}
+        for name in names
+    }
+
+
+def draw(title: str, panels: list[Panel], lines: list[dict[str, list[tuple[float, float]]]], figures: Any) -> Any:
+    names = list(dict.fromkeys(name for line in lines for name in line))
+    style = looks(names)
+    canvas = Canvas(figsize=(4.1 * len(panels), 4.4))
+    rows = canvas.subplots(1, len(panels), squeeze=False, sharey=len({panel.label for panel in panels}) == 1)
+    for axes, panel, line in zip(rows[0], panels, lines, strict=True):
+        for name, points in line.items():
+            axes.plot(*zip(*points, strict=True), **style[name], label=name)
+        axes.set(xscale="log", yscale="log", xlabel=AXES[panel.axis], title=fixed(panel))
+        axes.title.set(fontsize=9, color="#555555")
+        axes.set_xticks([x for x, _ in line[OURS]], [number(x).replace(" ", "") for x, _ in line[OURS]])
+        axes.xaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: number(y)))
+        axes.grid(axis="y", color="#e5e5e5")
+        if axes is rows[0][0] or panel.label != panels[0].label:
+            axes.set_ylabel(panel.label)
+    better = "lower is better" if panels[0].value == "peak_mib" else "higher is better"
+    handles = {
+        label: handle for axes in rows[0] for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    canvas.suptitle(f"{title} ({better})", fontweight="bold")
+    canvas.legend(
+        handles.values(), handles.keys(), loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 0.04)
+    )
+    footer(canvas, [figure for figure in figures if figure.group in {panel.group for panel in panels}])
+    canvas.tight_layout(rect=(0, 0.16, 1, 1))
+    return canvas
+
+
+def fixed(panel: Panel) -> str:
+    """The sizes that stay as they are."""
+    return ", ".join(
+        f"{name} = {size_text(size)}" for name, size in panel.sizes.items() if name in AXES and name != panel.axis
+    )
+
+
+def footer(canvas: Any, figures: list[Figure]) -> None:
+    text = textwrap.fill(origin(figures), int(canvas.get_figwidth() * 24))
+    canvas.text(0.5, 0.005, text, ha="center", va="bottom", fontsize=6, color="#777777")
+
+
+def draw_recall(figures: list[Figure]) -> Any:
+    """Recall over speed, a line for each method, a point for each code length."""
+    measure = next(iter(figures[0].ours["quality"]))
+    points: dict[str, list[tuple[float, float, str]]] = {}
+    for figure in sorted(figures, key=lambda figure: figure.sizes["bits"]):
+        for name, values in figure.steady().items():
+            method, _, own = name.partition(", ")
+            bits = own if own.endswith("bits") else f"{figure.sizes['bits']} bits"
+            method = method if own.endswith("bits") else name
+            points.setdefault(method, []).append((values["rate"], values["quality"][measure], bits))
+    canvas = Canvas(figsize=(7.4, 4.8))
+    axes, style = canvas.subplots(), looks(points)
+    for method, found in points.items():
+        speeds, recalls, bits = zip(*found, strict=True)
+        axes.plot(speeds, recalls, **style[method], label=method)
+        for speed, recall, text in found:
+            axes.annotate(
+                text, (speed, recall), (5, 5), textcoords="offset points", fontsize=8, color=style[method]["color"]
+            )
+    axes.set(xscale="log", xlabel="codes / s (right is better)", ylabel=f"{measure} (higher is better)", ylim=(0, 1))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
+    axes.grid(color="#e5e5e5")
+    axes.margins(x=0.12)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    canvas.suptitle("Recall against speed of search", fontweight="bold")
+    footer(canvas, figures)
+    canvas.tight_layout(rect=(0, 0.04, 1, 1))
+    return canvas
