@@ -129,7 +129,7 @@ def fixed(panel: Panel) -> str:
 
 
 def footer(canvas: Any, figures: list[Figure]) -> None:
-    text = textwrap.fill(origin(figures), int(canvas.get_figwidth() * 24))
+    text = textwrap.fill(origin(figures), int(canvas.get_figwidth() * 18))
     canvas.text(0.5, 0.005, text, ha="center", va="bottom", fontsize=6, color="#777777")
 
 
@@ -149,9 +149,8 @@ def draw_recall(figures: list[Figure]) -> Any:
         speeds, recalls, bits = zip(*found, strict=True)
         axes.plot(speeds, recalls, **style[method], label=method)
         for speed, recall, text in found:
-            axes.annotate(
-                text, (speed, recall), (5, 5), textcoords="offset points", fontsize=8, color=style[method]["color"]
-            )
+            colour = style[method]["color"]
+            axes.annotate(text, (speed, recall), (8, -3), textcoords="offset points", fontsize=8, color=colour)
     axes.set(xscale="log", xlabel="codes / s (right is better)", ylabel=f"{measure} (higher is better)", ylim=(0, 1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
     axes.grid(color="#e5e5e5")
