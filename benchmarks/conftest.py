@@ -36,7 +36,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,13 +48,14 @@ Job = Callable[..., Run]
 
 FIGURES = pytest.StashKey[dict[str, dict[str, Any]]]()
 LEAST = 0.02  # seconds that are timed at a time
+ENOUGH = 5.0  # seconds for all rounds, of which there are 7 at least
 WIDEST = 0.25  # of a ratio: an interval that reaches further to a side is marked, and not published
 PAUSE = 0.01  # seconds in which the OpenMP threads of the one before stop spinning
 
 
 @pytest.fixture
 def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., None]:
-    """compare(ours, peers, agrees, *, sizes, work, unit, quality=None, rounds=7): see the top of this file.
+    """compare(ours, peers, agrees, *, sizes, work, unit, quality=None): see the top of this file.
 
     agrees(result, **sizes) -> bool judges what ours returned, before anything is timed. work is how many `unit` one run
     gets done. quality(result, **sizes) -> {name: figure} says how good results are, ours and the peers'. Each round
@@ -71,7 +72,6 @@ def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., Non
         work: int,
         unit: str,
         quality: Callable[..., dict[str, float]] | None = None,
-        rounds: int = 7,
     ) -> None:
         place = {**sizes, "device": device}
         run = synchronised(ours(**place), device)
@@ -86,11 +86,13 @@ def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., Non
         our_quality = {"quality": quality(result, **place)} if quality else {}
         del result
 
-        run, repeats = repeated(run)
+        run, repeats, seconds = repeated(run)
         times: dict[str, list[float]] = {name: [] for name in runs}
-        runs = {name: repeated(peer) for name, peer in runs.items()}
+        timed = {name: repeated(peer) for name, peer in runs.items()}
+        seconds += sum(peer.seconds for peer in timed.values())
+        rounds = max(7, min(21, int(ENOUGH / seconds)))
         others = cores_used_by_others(
-            lambda: benchmark.pedantic(run, setup=lambda: time_each(runs, times), rounds=rounds, warmup_rounds=1)
+            lambda: benchmark.pedantic(run, setup=lambda: time_each(timed, times), rounds=rounds, warmup_rounds=1)
         )
         our_times = np.array(benchmark.stats.stats.data) / repeats
         figures: dict[str, dict[str, Any]] = {name: {"absent": reason} for name, reason in absent.items()}
@@ -139,8 +141,16 @@ def prepare(peers: dict[str, Job], sizes: dict[str, Any]) -> tuple[dict[str, Run
     return runs, absent
 
 
-def repeated(run: Run) -> tuple[Run, int]:
-    """The same as often as it takes to last LEAST seconds, and how often that is: waking up must not count."""
+class Repeated(NamedTuple):
+    """What is timed at a time: `repeats` runs, that take so many seconds together."""
+
+    run: Run
+    repeats: int
+    seconds: float
+
+
+def repeated(run: Run) -> Repeated:
+    """The same as often as it takes to last LEAST seconds: waking up must not count."""
     for _ in range(2):  # the first may be the slower one
         start = time.perf_counter()
         run()
@@ -153,11 +163,11 @@ def repeated(run: Run) -> tuple[Run, int]:
         for _ in range(repeats):
             run()
 
-    return run_repeatedly, repeats
+    return Repeated(run_repeatedly, repeats, repeats * seconds)
 
 
-def time_each(runs: dict[str, tuple[Run, int]], times: dict[str, list[float]]) -> None:
-    for name, (run, repeats) in runs.items():
+def time_each(runs: dict[str, Repeated], times: dict[str, list[float]]) -> None:
+    for name, (run, repeats, _) in runs.items():
         time.sleep(PAUSE)
         start = time.perf_counter()
         run()

@@ -31,10 +31,13 @@ class Figure(NamedTuple):
     peers: dict[str, dict[str, Any]]
     provenance: dict[str, Any]
 
+    def present(self) -> dict[str, dict[str, Any]]:
+        """Ours, and the peers that were there."""
+        return {OURS: self.ours, **{name: peer for name, peer in self.peers.items() if "absent" not in peer}}
+
     def steady(self) -> dict[str, dict[str, Any]]:
-        """Ours, and the peers whose figures may be published."""
-        good = {name: peer for name, peer in self.peers.items() if "absent" not in peer and not peer["wide"]}
-        return {OURS: self.ours, **good}
+        """Ours, and the peers whose speed may be published."""
+        return {name: side for name, side in self.present().items() if not side.get("wide")}
 
 
 def load(folder: Path) -> list[Figure]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -30,7 +31,8 @@ class Panel(NamedTuple):
         found: dict[str, list[tuple[float, float]]] = {OURS: []}
         for figure in figures:
             if figure.group == self.group and figure.sizes == self.sizes | {self.axis: figure.sizes.get(self.axis)}:
-                for name, values in figure.steady().items():
+                shown = figure.present() if self.value == "peak_mib" else figure.steady()
+                for name, values in shown.items():
                     found.setdefault(name, []).append((figure.sizes[self.axis], values[self.value]))
         return {name: sorted(points) for name, points in found.items()}
 
@@ -102,9 +104,9 @@ def draw(title: str, panels: list[Panel], lines: list[dict[str, list[tuple[float
             axes.plot(*zip(*points, strict=True), **style[name], label=name)
         axes.set(xscale="log", yscale="log", xlabel=AXES[panel.axis], title=fixed(panel))
         axes.title.set(fontsize=9, color="#555555")
-        axes.set_xticks([x for x, _ in line[OURS]], [number(x).replace(" ", "") for x, _ in line[OURS]])
+        axes.set_xticks([x for x, _ in line[OURS]], [tick(x) for x, _ in line[OURS]])
         axes.xaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: number(y)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: tick(y)))
         axes.grid(axis="y", color="#e5e5e5")
         if axes is rows[0][0] or panel.label != panels[0].label:
             axes.set_ylabel(panel.label)
@@ -114,11 +116,15 @@ def draw(title: str, panels: list[Panel], lines: list[dict[str, list[tuple[float
     }
     canvas.suptitle(f"{title} ({better})", fontweight="bold")
     canvas.legend(
-        handles.values(), handles.keys(), loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 0.04)
+        handles.values(), handles.keys(), loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 0.05)
     )
     footer(canvas, [figure for figure in figures if figure.group in {panel.group for panel in panels}])
-    canvas.tight_layout(rect=(0, 0.16, 1, 1))
+    canvas.tight_layout(rect=(0, 0.07 + 0.05 * math.ceil(len(handles) / 3), 1, 1))
     return canvas
+
+
+def tick(value: float) -> str:
+    return f"{value:g}" if value < 10_000 else number(value).replace(".0", "")
 
 
 def fixed(panel: Panel) -> str:
@@ -150,9 +156,10 @@ def draw_recall(figures: list[Figure]) -> Any:
         axes.plot(speeds, recalls, **style[method], label=method)
         for speed, recall, text in found:
             colour = style[method]["color"]
-            axes.annotate(text, (speed, recall), (8, -3), textcoords="offset points", fontsize=8, color=colour)
+            side = {"ha": "left", "xytext": (8, -3)} if method == OURS else {"ha": "right", "xytext": (-7, -3)}
+            axes.annotate(text, (speed, recall), textcoords="offset points", fontsize=8, color=colour, **side)
     axes.set(xscale="log", xlabel="codes / s (right is better)", ylabel=f"{measure} (higher is better)", ylim=(0, 1))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: number(x)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tick(x)))
     axes.grid(color="#e5e5e5")
     axes.margins(x=0.12)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -151,7 +151,7 @@ def test_ratio_interval_and_rate(outcome: Outcome) -> None:
     assert 2 < low <= slow["ratio"] <= high
     assert ours["rate"] > 2 * slow["rate"] > 0
     assert outcome.right["unit"] == "numbers"
-    assert outcome.right["rounds"] == 7
+    assert 7 <= outcome.right["rounds"] <= 21
 
 
 def test_interval_that_is_too_wide_is_marked(outcome: Outcome) -> None:
@@ -232,7 +232,7 @@ def test_timer_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(True))
     assert conftest.synchronised(lambda: 1, "cpu")() == 1
     assert not waited
-    run, repeats = conftest.repeated(conftest.synchronised(lambda: None, "cuda"))
+    run, repeats, _ = conftest.repeated(conftest.synchronised(lambda: None, "cuda"))
     del waited[:]
     run()
     assert len(waited) == repeats
