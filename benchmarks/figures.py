@@ -17,6 +17,7 @@ GROUPS = {
     "evaluate": "mAP evaluation",
 }
 OURS = "drq_fast"
+BOUND = "the product"  # how the names of those begin that are a limit, not a peer
 
 
 class Figure(NamedTuple):

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-from figures import OURS, Figure, number, origin, size_text
+from figures import BOUND, OURS, Figure, number, origin, size_text
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, NullLocator
 
-BOUND = "the product"  # how the names of those begin that are a limit, not a peer
 COLOURS = ("#1f77b4", "#e08214", "#2ca02c", "#7b52ab", "#8c564b", "#17a2b8")
 
 
@@ -161,7 +160,7 @@ def draw_recall(figures: list[Figure]) -> Any:
     axes.set(xscale="log", xlabel="codes / s (right is better)", ylabel=f"{measure} (higher is better)", ylim=(0, 1))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tick(x)))
     axes.grid(color="#e5e5e5")
-    axes.margins(x=0.12)
+    axes.margins(x=0.2)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     canvas.suptitle("Recall against speed of search", fontweight="bold")
     footer(canvas, figures)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import bounds
-from figures import GROUPS, OURS, Figure, load, number, origin, size_text
+from figures import BOUND, GROUPS, OURS, Figure, load, number, origin, size_text
 from plots import plot
 
 ROOT = Path(__file__).parents[1]
@@ -60,12 +60,14 @@ def quality_text(side: dict[str, Any], measure: str) -> str:
 
 
 def headline(figures: list[Figure]) -> str:
-    """The benchmarks of `make bench-quick`, one row each."""
-    rows = ["| | ours / s | how many times as fast as |", "| --- | --- | --- |"]
+    """The benchmarks of `make bench-quick`, one row each, beside other people's code."""
+    rows = ["| | ours / s | that is |", "| --- | --- | --- |"]
     quick = [figure for figure in figures if figure.quick]
     for figure in quick:
-        peers = ", ".join(f"{name} {number(peer['ratio'])}" for name, peer in figure.steady().items() if name != OURS)
-        rows.append(f"| {case(figure)} | {number(figure.ours['rate'])} {figure.unit} | {peers} |")
+        others = {name: side for name, side in figure.steady().items() if not name.startswith((OURS, BOUND, "ours"))}
+        peers = ", ".join(f"{number(side['ratio'])} x {name}" for name, side in others.items())
+        title = GROUPS[figure.group].partition(":")[0]
+        rows.append(f"| **{title}**, {case(figure)} | {number(figure.ours['rate'])} {figure.unit} | {peers} |")
     return "\n".join(rows) + f"\n\n{origin(quick)}."
 
 
