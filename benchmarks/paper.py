@@ -23,7 +23,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from provenance import provenance
-from quality import PAGE, PEERS, write
+from quality import PAGE, PEERS
+from report import fill
 from torch import Tensor
 
 from drq_fast.retrieval import datasets
@@ -244,7 +245,7 @@ def main() -> None:
     text = table(task, runs, command + (f' --name "{options.name}"' if options.name else ""), options.name or "paper")
     print(text)
     if options.name:
-        write(PAGE, options.name, text)
+        PAGE.write_text(fill(PAGE.read_text(), "quality", {options.name: text}))
 
 
 if __name__ == "__main__":
