@@ -146,6 +146,8 @@ def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
     wider = Model(Precomputed(12, 21), torch.randn(CLASSES, 6), dim=16, codewords=16, levels=3)
     with pytest.raises(FileError, match=r"is of another model: it differs in 'backbone\.layers\.1\.bias'\.$"):
         train(wider, blobs(), config=SHORT, folder=tmp_path)
+    with pytest.raises(FileError, match=r"is of another run: rows is .* there and .* here\.$"):
+        train(make_model(), blobs(), torch.arange(159), config=SHORT, folder=tmp_path)
     assert (tmp_path / CHECKPOINT).read_bytes() == content
     (tmp_path / CHECKPOINT).write_bytes(content[:-10])
     model = make_model()

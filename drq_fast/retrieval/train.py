@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from .. import checks
+from ..files import checksum
 from . import checkpoint
 from .augment import augment
 from .backbones import Precomputed
@@ -190,7 +191,7 @@ class _Run:
         if path is not None and path.exists():
             self.position = _Position(**checkpoint.restore(path, model, self.optimiser, self.settings()))
         elif isinstance(model.backbone, Precomputed):
-            model.backbone.calibrate(items[rows.tolist()].to(self.device))
+            model.backbone.calibrate(items[rows[:: -(-len(rows) // (1 << 16))].tolist()].to(self.device))
 
     @property
     def done(self) -> int:
@@ -202,7 +203,7 @@ class _Run:
         config = dataclasses.asdict(self.config)
         for name in ("workers", "checkpoint_seconds"):
             del config[name]
-        return {"config": config, "ablation": self.model.ablation, "rows": len(self.rows)}
+        return {"config": config, "ablation": self.model.ablation, "rows": checksum(self.rows)}
 
     def epoch(self, bar: Any) -> None:
         """What is left of an epoch."""
@@ -266,7 +267,7 @@ class _Run:
         parts = []
         for _, inputs in _loaded(self.items, self.batches() * times, self.config.workers):
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.amp):
-                parts.append(self.model.features(self.view(inputs)).x.float())
+                parts.append(self.ranks.gather(self.model.features(self.view(inputs)).x.float()))
         return torch.cat(parts)
 
     def supervision(
