@@ -27,6 +27,7 @@ from quality import PAGE, PEERS
 from report import fill
 from torch import Tensor
 
+from drq_fast import RecurrentQuantizer
 from drq_fast.retrieval import datasets
 from drq_fast.retrieval.backbones import EfficientNetLite0, Precomputed
 from drq_fast.retrieval.evaluate import evaluate_codes, evaluate_vectors
@@ -210,10 +211,40 @@ def table(task: Task, runs: dict[str, list[Run]], command: str, title: str) -> s
     return "\n".join(lines)
 
 
+def sizes(D: int = 2048, K: int = 256) -> str:
+    """How many numbers a codec has; ours are counted in the layer, the others by what they are made of."""
+    rows = {
+        "PQ: K codewords, cut into parts": lambda L: K * D,
+        "OPQ: the same and a rotation": lambda L: K * D + D * D,
+        "AQ, RQ: K codewords for each level": lambda L: L * K * D,
+        "DRQ: codebook, w and offset": lambda L: sum(p.numel() for p in RecurrentQuantizer(D, K, L).parameters()),
+    }
+    lines = ["| | " + " | ".join(f"{8 * L} bits" for L in range(1, 7)) + " |", "| --- " * 7 + "|"]
+    for name, count in rows.items():
+        lines.append(f"| {name} | " + " | ".join(f"{count(L):,}" for L in range(1, 7)) + " |")
+    return "\n".join(
+        [
+            "### Codebook sizes",
+            "",
+            f"D = {D}, K = {K}. Made by `python benchmarks/paper.py --sizes --name sizes`.",
+            "",
+            *lines,
+        ]
+    )
+
+
+def show(text: str, name: str | None) -> None:
+    """Prints a table, and writes it where docs/results.md has a place of that name."""
+    print(text)
+    if name:
+        PAGE.write_text(fill(PAGE.read_text(), "quality", {name: text}))
+
+
 def main() -> None:
     """One table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--sizes", action="store_true", help="the table of codebook sizes, and nothing else")
+    parser.add_argument("--data", type=Path)
     parser.add_argument("--words", type=Path)
     parser.add_argument("--protocol", choices=PROTOCOLS, default="cifar10-2")
     parser.add_argument("--seeds", type=int, default=1)
@@ -226,6 +257,10 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="JSON file of runs; read if it is there, written after every run")
     parser.add_argument("--name", help="of the table in docs/results.md")
     options = parser.parse_args()
+    if options.sizes:
+        return show(sizes(), options.name)
+    if options.data is None:
+        parser.error("--data is needed: a file of features with labels, or the folder of CIFAR-10's images")
     task = Task(options)
     runs: dict[str, list[Run]] = {}
     if options.keep and options.keep.exists():
@@ -243,9 +278,7 @@ def main() -> None:
     command += "".join(f" --{flag}" for flag in ("ablations", "peers") if getattr(options, flag))
     command += f" --set {' '.join(options.set)}" if options.set else ""
     text = table(task, runs, command + (f' --name "{options.name}"' if options.name else ""), options.name or "paper")
-    print(text)
-    if options.name:
-        PAGE.write_text(fill(PAGE.read_text(), "quality", {options.name: text}))
+    show(text, options.name)
 
 
 if __name__ == "__main__":

@@ -60,3 +60,10 @@ def test_ablations_by_validation(data):
     for row in ("Remove l_s", "Remove l_t", "soft only", "Remove E_j", "Remove concat", "DRQ"):
         assert all(0.5 < float(value) <= 1 for value in cells(out, row)[:4])
     assert "the paper" not in out
+
+
+def test_codebook_sizes_stand_in_the_docs():
+    done = subprocess.run([sys.executable, str(SCRIPT), "--sizes"], capture_output=True, text=True, check=True)
+    page = (SCRIPT.parents[1] / "docs" / "results.md").read_text()
+    assert f"<!-- quality: sizes -->\n{done.stdout}<!-- end -->" in page
+    assert "| DRQ: codebook, w and offset | 526,337 | 526,337 |" in done.stdout  # 256 x 2048 + 1 + 2048
