@@ -76,7 +76,7 @@ def agrees(codec: fit.Codec, **sizes: Any) -> bool:
     return True
 
 
-PEERS = {"the quick start": quick_start, "faiss RQ, beam 5": faiss_rq, "faiss PQ": faiss_pq}
+PEERS = {"ours, the quick start": quick_start, "faiss RQ, beam 5": faiss_rq, "faiss PQ": faiss_pq}
 
 
 @pytest.mark.parametrize(("N", "K"), [pytest.param(4096, 64, marks=pytest.mark.quick), (10_000, 256)])

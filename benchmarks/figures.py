@@ -28,6 +28,7 @@ class Figure(NamedTuple):
     sizes: dict[str, Any]
     unit: str
     quick: bool
+    device: str
     ours: dict[str, Any]
     peers: dict[str, dict[str, Any]]
     provenance: dict[str, Any]
@@ -42,18 +43,25 @@ class Figure(NamedTuple):
 
 
 def load(folder: Path) -> list[Figure]:
-    """The figures of all JSON files in a folder, in the order of GROUPS."""
+    """The figures of all JSON files in a folder, at least one, in the order of GROUPS."""
     found = []
     for path in sorted(folder.glob("*.json")):
-        file = json.loads(path.read_text())
-        for name, figure in file["figures"].items():
-            fields = {field: figure[field] for field in Figure._fields if field in figure}
-            found.append(Figure(name=name, provenance=file["provenance"], **fields))
+        try:
+            file = json.loads(path.read_text())
+            for name, figure in file["figures"].items():
+                fields = {field: figure[field] for field in Figure._fields if field in figure}
+                found.append(Figure(name=name, provenance=file["provenance"], **fields))
+                GROUPS[found[-1].group]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise SystemExit(f"report: {path} is not a file of figures ({error!r}).") from error
+    if not found:
+        raise SystemExit(f"report: {folder} holds no figures.")
     return sorted(found, key=lambda figure: list(GROUPS).index(figure.group))
 
 
 def origin(figures: Iterable[Figure]) -> str:
     """One line: processor, threads, versions, commits and days of the figures."""
+    figures = list(figures)
     files = [figure.provenance for figure in figures]
     versions: dict[str, set[str]] = {}
     for file in files:
@@ -61,7 +69,8 @@ def origin(figures: Iterable[Figure]) -> str:
             versions.setdefault(library, set()).add(version or "absent")
     commits = {f"{(file['commit'] or 'unknown')[:9]}{' with changes' * bool(file['dirty'])}" for file in files}
     isa = {"AVX-512" if any("avx512" in i for i in file["instructions"]) else "no AVX-512" for file in files}
-    places = {f"{file['gpu'] + ', ' if file['gpu'] else ''}{file['processor']}" for file in files}
+    gpus = [f"{figure.provenance['gpu']}, " * (figure.device == "cuda") for figure in figures]
+    places = {f"{gpu}{file['processor']}" for gpu, file in zip(gpus, files, strict=True)}
     threads = {f"{file['torch_threads']} threads" for file in files}
     return ", ".join(
         [

@@ -33,18 +33,25 @@ def check(tests: list[str], benchmarks: list[str], device: str, folder: Path) ->
 
 def run_tests(tests: list[str], report: Path) -> dict[str, Any]:
     """How many passed, and the names of those that failed or were skipped, with the reason."""
-    report.unlink(missing_ok=True)
-    pytest(*tests, f"--junitxml={report}")
-    cases = xml.etree.ElementTree.parse(report).iter("testcase")
     found: dict[str, Any] = {"passed": 0, "failed": {}, "skipped": {}}
-    for case in cases:
+    for test in tests:  # a process for each file: one that dies takes no other with it
+        report.unlink(missing_ok=True)
+        code = pytest(test, f"--junitxml={report}")
+        try:
+            add_cases(found, xml.etree.ElementTree.parse(report))
+        except (OSError, xml.etree.ElementTree.ParseError):
+            found["failed"][test] = f"pytest ended with code {code} and left no report"
+    return found
+
+
+def add_cases(found: dict[str, Any], report: Any) -> None:
+    for case in report.iter("testcase"):
         outcome = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         if outcome is None:
             found["passed"] += 1
         else:
             kind = "skipped" if outcome.tag == "skipped" else "failed"
             found[kind][f"{case.get('classname')}.{case.get('name')}"] = outcome.get("message", "")[:300]
-    return found
 
 
 def run_benchmarks(benchmarks: list[str], device: str, file: Path) -> dict[str, Any]:
@@ -55,8 +62,8 @@ def run_benchmarks(benchmarks: list[str], device: str, file: Path) -> dict[str, 
     return figures
 
 
-def pytest(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, check=False)
+def pytest(*arguments: str) -> int:
+    return subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, check=False).returncode
 
 
 def main() -> None:

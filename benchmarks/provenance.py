@@ -51,10 +51,14 @@ def version(library: str) -> str | None:
 
 
 def commit() -> dict[str, Any]:
-    """The commit of the imported drq_fast, and whether its tree has changes; None where git does not know the files."""
+    """The last commit that changed the code of drq_fast, and are there changes since; None where git knows no such."""
     if not git("ls-files", "__init__.py"):
         return {"commit": None, "dirty": None}
-    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    code = [f":/{name}" for name in ("drq_fast", "kernels", "csrc", "setup.py")]
+    return {
+        "commit": git("log", "-1", "--format=%H", "--", *code),
+        "dirty": bool(git("status", "--porcelain", "--", *code)),
+    }
 
 
 def git(*arguments: str) -> str:

@@ -65,16 +65,27 @@ def headline(figures: list[Figure]) -> str:
     quick = [figure for figure in figures if figure.quick]
     for figure in quick:
         others = {name: side for name, side in figure.steady().items() if not name.startswith((OURS, BOUND, "ours"))}
-        peers = ", ".join(f"{number(side['ratio'])} x {name}" for name, side in others.items())
+        peers = ", ".join(
+            f"{number(side['ratio'])} x {name}{worth(figure.ours, side)}" for name, side in others.items()
+        )
         title = GROUPS[figure.group].partition(":")[0]
         rows.append(f"| **{title}**, {case(figure)} | {number(figure.ours['rate'])} {figure.unit} | {peers} |")
     return "\n".join(rows) + f"\n\n{origin(quick)}."
 
 
+def worth(ours: dict[str, Any], peer: dict[str, Any]) -> str:
+    """How good both results are, where they differ in that."""
+    measures = [
+        f"{name} {peer['quality'][name]:.2f}, ours {value:.2f}" for name, value in ours.get("quality", {}).items()
+    ]
+    return f" ({'; '.join(measures)})" if measures else ""
+
+
 def blocks(figures: list[Figure]) -> dict[str, str]:
     """What stands in the marked blocks, by name."""
-    groups = {group: table([figure for figure in figures if figure.group == group]) for group in GROUPS}
-    return {"headline": headline(figures), **groups, "bounds": bounds.tables()}
+    groups = {group: [figure for figure in figures if figure.group == group] for group in GROUPS}
+    tables = {group: table(found) for group, found in groups.items() if found}
+    return {"headline": headline(figures), **tables, "bounds": bounds.tables()}
 
 
 def fill(text: str, kind: str, contents: dict[str, str]) -> str:
@@ -90,8 +101,9 @@ def publish(results: Path, root: Path) -> None:
     """Fills the blocks of README.md and docs/*.md in `root`, and writes docs/plots."""
     figures = load(results)
     contents = blocks(figures)
-    for page in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
-        page.write_text(fill(page.read_text(), "bench", contents))
+    pages = (root / "README.md", *sorted((root / "docs").glob("*.md")))
+    for page, text in [(page, fill(page.read_text(), "bench", contents)) for page in pages]:
+        page.write_text(text)
     plot(figures, root / "docs" / "plots")
 
 
@@ -109,11 +121,13 @@ def write(folder: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, nargs="?", default=ROOT / "benchmarks/results")
+    parser.add_argument("folder", type=Path, nargs="?", help="of JSON files; benchmarks/results with --publish")
     parser.add_argument("--publish", action="store_true")
     options = parser.parse_args()
     if options.publish:
-        publish(options.folder, ROOT)
+        publish(options.folder or ROOT / "benchmarks/results", ROOT)
+    elif options.folder is None:
+        parser.error("a folder of JSON files is needed, or --publish")
     else:
         write(options.folder)
 

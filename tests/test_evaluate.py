@@ -140,3 +140,7 @@ def test_wrong_arguments():
         evaluate.evaluate_codes(layer, codes, labels, query[:0], query_labels[:0])
     with pytest.raises(ValueError, match=r"^evaluate_codes: R and depths must be an integer of at least 1, got 0\.$"):
         evaluate.evaluate_codes(layer, codes, labels, query, query_labels, R=0)
+    with pytest.raises(ValueError, match=r"^evaluate_codes: query must be finite, got NaN or infinity in row 0\.$"):
+        evaluate.evaluate_codes(layer, codes, labels, query * float("nan"), query_labels)
+    with pytest.raises(ValueError, match=r"^average_precision: scores must be numbers, got NaN\.$"):
+        average_precision(torch.full((1, 2), float("nan")), torch.ones(1, 2, dtype=torch.bool))

@@ -89,3 +89,8 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match="none left for"), pytest.warns(UserWarning, match="all are taken"):
         split("cifar10-2", CIFAR[:500])
     assert {rule.R for rule in PROTOCOLS.values()} == {5000, 54000}
+    with pytest.raises(ValueError, match=r"^split: labels must be bool \[N, C\], got torch.int64 \[60000\]\.$"):
+        split("cifar10-1", CIFAR.long().argmax(dim=1))
+    number = (torch.arange(60_000) > 50_000).long()
+    with pytest.raises(ValueError, match=r"^split: query must be None for imagenet100-2, whose queries are the second"):
+        split("imagenet100-2", CIFAR, list_number=number, query=5)

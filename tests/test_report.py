@@ -39,6 +39,7 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
 def figure(**changes: Any) -> dict[str, Any]:
     sizes = {"N": 2048, "D": 1024, "M": 4, "K": 256}
     figure = {"group": "quantize", "sizes": sizes, "unit": "vectors", "quick": True, "peers": {"a peer": PEER}}
+    figure |= {"device": "cpu"}
     return figure | {"ours": {"rate": 1000.0, "peak_mib": 1.5}} | changes
 
 
@@ -149,3 +150,28 @@ def test_gpu_check_has_figures_only_if_every_test_passes(module: Any, tmp_path: 
     result = json.loads((tmp_path / "b" / "result.json").read_text())
     assert len(result["tests"]["failed"]) == 1
     assert result["figures"] == {}
+    (tmp_path / "test_dies.py").write_text("import os\ndef test_dies():\n    os.abort()\n")
+    dies = str(tmp_path / "test_dies.py")
+    assert not gpu_check.check([dies, right], [benchmark], "cpu", tmp_path / "c")
+    result = json.loads((tmp_path / "c" / "result.json").read_text())
+    assert result["tests"]["failed"] == {dies: "pytest ended with code -6 and left no report"}
+    assert result["tests"]["passed"] == 1
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"figures": {"a": {"group": "none"}}, "provenance": {}}'])
+def test_figures_that_cannot_be_read_leave_the_pages_alone(module: Any, tmp_path: Path, content: str | None) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "README.md").write_text("<!-- bench: headline -->\nold\n<!-- end -->\n")
+    if content is not None:
+        (tmp_path / "broken.json").write_text(content)
+    with pytest.raises(SystemExit, match=r"holds no figures|broken\.json is not a file of figures"):
+        module("report").publish(tmp_path, tmp_path)
+    assert "old" in (tmp_path / "README.md").read_text()
+
+
+def test_a_gpu_is_named_only_where_figures_are_its_own(module: Any, tmp_path: Path) -> None:
+    figures = module("figures")
+    for device, expected in (("cpu", False), ("cuda", True)):
+        content = {"provenance": ORIGIN | {"gpu": "H100"}, "figures": {"bench_loss": figure(device=device)}}
+        (tmp_path / "some.json").write_text(json.dumps(content))
+        assert ("H100" in figures.origin(figures.load(tmp_path))) == expected

@@ -144,10 +144,23 @@ def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
     with pytest.raises(FileError, match=r"is of another run: ablation is none there and no_joint here\.$"):
         train(make_model("no_joint"), blobs(), config=SHORT, folder=tmp_path)
     wider = Model(Precomputed(12, 21), torch.randn(CLASSES, 6), dim=16, codewords=16, levels=3)
-    with pytest.raises(FileError, match=r"is of another model: it differs in 'backbone\.layers\.1\.bias'\.$"):
+    with pytest.raises(FileError, match=r"is of another run: backbone is .* there and .* here\.$"):
         train(wider, blobs(), config=SHORT, folder=tmp_path)
     with pytest.raises(FileError, match=r"is of another run: rows is .* there and .* here\.$"):
         train(make_model(), blobs(), torch.arange(159), config=SHORT, folder=tmp_path)
+    others = (
+        (
+            "activation",
+            Model(Precomputed(12, 20, 0.2), torch.randn(5, 6), dim=16, codewords=16, levels=3, activation="none"),
+        ),
+        ("backbone", make_model(dropout=0.3)),
+        ("words", make_model(words=torch.ones(5, 6))),
+    )
+    for name, other in others:
+        with pytest.raises(FileError, match=rf"is of another run: {name} is .* there and .* here\.$"):
+            train(other, blobs(), config=SHORT, folder=tmp_path)
+    with pytest.raises(FileError, match=r"is of another run: items is .* there and .* here\.$"):
+        train(make_model(), blobs(seed=5), config=SHORT, folder=tmp_path)
     assert (tmp_path / CHECKPOINT).read_bytes() == content
     (tmp_path / CHECKPOINT).write_bytes(content[:-10])
     model = make_model()
@@ -252,6 +265,8 @@ def test_augment_keeps_the_whole_where_it_may_not_cut():
 def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"^Config: epochs must be three numbers, one per stage"):
         Config(epochs=(1, 2))
+    with pytest.raises(TypeError, match=r"^Config: epochs must be three numbers, one per stage, got 5\.$"):
+        Config(epochs=5)
     with pytest.raises(ValueError, match=r"^Config: rate must be a finite number of at least 0, got -1\.0\.$"):
         Config(rate=-1.0)
     with pytest.raises(TypeError, match=r"^Config: amp must be True or False, got 1\.$"):
@@ -262,6 +277,37 @@ def test_wrong_arguments():
         train(make_model(words=read_words(None, ["a", "b", "c", "d"])), blobs())
     with pytest.raises(TypeError, match=r"^Model: backbone.dim must be an integer of at least 1, got None\.$"):
         Model(torch.nn.Linear(12, 4), torch.eye(5))
+
+
+def test_rows_that_are_not_there():
+    model = make_model()
+    with pytest.raises(TypeError, match=r"^train: rows must be row numbers, got a mask; mask\.nonzero"):
+        train(model, blobs(), torch.ones(160, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"^train: rows must be in 0\.\.159, got values from -1 to 3\.$"):
+        train(model, blobs(), torch.tensor([-1, 3]))
+    with pytest.raises(ValueError, match=r"^features: rows must be in 0\.\.159, got values from 0 to 160\.$"):
+        features(model, blobs(), torch.arange(161))
+    assert torch.equal(features(model, blobs(), [3, 5]), features(model, blobs(), torch.tensor([3, 5])))
+
+
+def test_numbers_that_are_not_finite_stop_the_training():
+    items = blobs()
+    items.x[7, 3] = np.nan
+    with pytest.raises(ValueError, match=r"^calibrate: x must be finite, got NaN or infinity in row 7\.$"):
+        train(make_model(), items, config=SHORT)
+    with pytest.raises(
+        ValueError, match=r"^train: the loss must be finite, got (nan|inf) in step \d+ of this epoch\.$"
+    ):
+        train(make_model(), blobs(), config=dataclasses.replace(SHORT, rate=1e30, backbone_rate=1e30))
+
+
+def test_a_folder_that_cannot_be_written_is_noticed_before_training(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    model = make_model()
+    with pytest.raises(OSError, match=r"^train: .*file cannot be written to: .*\.$"):
+        train(model, blobs(), config=SHORT, folder=tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+    assert not model.quantizer.initialised
 
 
 DISTRIBUTED = dataclasses.replace(SHORT, epochs=(2, 1, 2), mining="semi_hard", freeze_norms=True)

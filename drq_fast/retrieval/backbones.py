@@ -151,7 +151,9 @@ class Precomputed(nn.Module):
     @torch.no_grad()
     def calibrate(self, x: Tensor) -> None:
         """Mean and deviation of x [N, width]."""
-        deviation, mean = torch.std_mean(checks.rows("calibrate", "x", x, len(self.mean)).float(), dim=0, correction=0)
+        x = checks.rows("calibrate", "x", x, len(self.mean)).float()
+        checks.finite("calibrate", "x", x)
+        deviation, mean = torch.std_mean(x, dim=0, correction=0)
         self.mean.copy_(mean)
         self.deviation.copy_(torch.where(deviation > 0, deviation, 1))
 

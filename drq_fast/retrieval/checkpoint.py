@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import files
+
+
+def make_folder(folder: Path) -> None:
+    """Makes the folder of a run, or says in one sentence why nothing could be written there."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise type(error)(f"train: {folder} cannot be written to: {error.strerror or error}.") from error
 
 
 def save(
@@ -20,7 +31,6 @@ def save(
     for number, state in optimiser.state_dict()["state"].items():
         tensors |= {f"optimiser.{number}.{name}": value for name, value in state.items()}
     tensors = {name: value.clone() for name, value in tensors.items()}  # parameters may share memory, files may not
-    path.parent.mkdir(parents=True, exist_ok=True)
     files.write(path, "training", tensors, {"run": run, "position": position})
 
 

@@ -126,6 +126,8 @@ def image_list(
     ImageNet has one to train and one to validate, `list_number` tells which an image came from.
     """
     files = [Path(lists)] if isinstance(lists, (str, os.PathLike)) else [Path(name) for name in lists]
+    if not files:
+        raise FileError("datasets: at least one list of images is needed, got none.")
     base = files[0].parent if root is None else Path(root)
     lines = [line for number, file in enumerate(files) for line in _lines(number, file)]
     ids = len(lines[0].values) == 1
@@ -133,9 +135,13 @@ def image_list(
     C = max(max(line.values[0] for line in lines) + 1, 1) if ids and classes is None else named
     for line in lines:
         where = f"line {line.place} of {files[line.number]}"
-        if ids and len(line.values) == 1:
-            if not 0 <= line.values[0] < C:
-                raise FileError(f"datasets: {where} has class {line.values[0]}, not one of 0..{C - 1}.")
+        if ids:
+            if len(line.values) != 1:
+                raise FileError(f"datasets: {where} must have one class after the path, as those before it.")
+            if not 0 <= line.values[0] < min(C, len(lines)):
+                raise FileError(
+                    f"datasets: {where} has class {line.values[0]}, not one of 0..{min(C, len(lines)) - 1}."
+                )
         elif len(line.values) != C or not set(line.values) <= {0, 1}:
             raise FileError(f"datasets: {where} must have {C} columns of 0 or 1 after the path.")
     values = np.array([line.values for line in lines])
@@ -165,10 +171,31 @@ def features(path: Source, labels: Source | np.ndarray | None = None) -> Feature
         x, label = pack["x"], pack["label"] if labels is None else labels
         step = pack["step"] if "step" in pack.files else None
     label = label if isinstance(label, np.ndarray) else _numpy(Path(label))
+    if label.ndim == 0:
+        raise FileError(
+            f"datasets: labels of {file} must be class numbers [N] or flags [N, C] of 0 and 1, got a number."
+        )
     if x.ndim != 2 or len(label) != len(x):
         raise FileError(f"datasets: {file} must hold x [N, D] and N labels, got {list(x.shape)} and {len(label)}.")
-    flags = torch.from_numpy(label.astype(bool)) if label.ndim == 2 else one_hot(label, int(label.max()) + 1)
+    if len(x) == 0 or x.dtype.kind not in "fiu":
+        raise FileError(f"datasets: {file} must hold at least one row of numbers, got {len(x)} of {x.dtype}.")
+    if step is not None and step.shape != x.shape[1:]:
+        raise FileError(
+            f"datasets: {file} must have a step for each of {x.shape[1]} dimensions, got {list(step.shape)}."
+        )
+    flags = _flags(file, label)
+    step = None if step is None else step.astype(np.float32)
     return FeatureArray(x, flags, [str(c) for c in range(flags.shape[1])], step)
+
+
+def _flags(file: Path, label: np.ndarray) -> Tensor:
+    """Labels [N] of class numbers or [N, C] of flags as bool [N, C]."""
+    if label.ndim == 2 and (label.dtype == bool or (label.dtype.kind in "iu" and not set(np.unique(label)) - {0, 1})):
+        return torch.from_numpy(label.astype(bool))
+    if label.ndim != 1 or label.dtype.kind not in "iu" or int(label.max()) >= len(label):
+        got = f"{label.dtype} {list(label.shape)} up to {label.max()}"
+        raise FileError(f"datasets: labels of {file} must be class numbers [N] or flags [N, C] of 0 and 1, got {got}.")
+    return one_hot(label, int(label.max()) + 1)
 
 
 def one_hot(label: np.ndarray, classes: int) -> Tensor:

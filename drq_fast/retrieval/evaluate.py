@@ -96,6 +96,7 @@ def evaluate_vectors(
     """The same for vectors x [N, D] as they are. With `copies` [N], items are rows of x of these numbers."""
     op = "evaluate_vectors"
     checks.floating(op, "x", x)
+    checks.finite(op, "x", x)
     checks.choice(op, "metric", metric, checks.METRICS)
     checks.vectors(op, "query", query, x.shape[1], x.device)
     if metric == "cosine":
@@ -133,6 +134,8 @@ def average_precision(scores: Tensor, relevant: Tensor, R: int | None = None, *,
         checks.fail("average_precision", "relevant", "bool [Q, N] like scores", checks.shape_of(relevant))
     if R is not None:
         checks.integer("average_precision", "R", R, 1)
+    if bool(scores.isnan().any()):
+        checks.fail("average_precision", "scores", "numbers", "NaN")
     ordered, order = scores.sort(dim=1, descending=largest)
     counts = torch.ones_like(ordered, dtype=torch.float64)
     return _average_precision(_groups(ordered, counts, relevant.gather(1, order).double()), R)
@@ -151,6 +154,8 @@ def _evaluate(
     length: int | None,
 ) -> Figures:
     """Figures of rankings of U distinct things, which items [N] are copies of."""
+    checks.floating(op, "query", query)
+    checks.finite(op, "query", query)
     check_labels(op, labels, len(copies), copies.device)
     check_labels(op, query_labels, len(query), query.device)
     if labels.shape[1] != query_labels.shape[1]:

@@ -58,13 +58,18 @@ def split(
     it has, with a warning. "imagenet100-2" needs the `list_number` [N] of items read from two lists.
     """
     checks.choice("split", "protocol", protocol, tuple(PROTOCOLS))
+    checks.tensor("split", "labels", labels)
+    if labels.dtype != torch.bool or labels.ndim != 2:
+        checks.fail("split", "labels", "bool [N, C]", f"{labels.dtype} {checks.shape_of(labels)}")
     rule = PROTOCOLS[protocol]
     generator = torch.Generator().manual_seed(checks.seed("split", seed) or 0)
     trains = rule.train if train is None else checks.integer("split", "train", train, 0)
     asks = rule.query if query is None else checks.integer("split", "query", query, 1)
     if rule.listed:
-        if list_number is None or set(list_number.tolist()) != {0, 1}:
+        if list_number is None or len(list_number) != len(labels) or set(list_number.tolist()) != {0, 1}:
             checks.fail("split", "list_number", "of two lists, the database and the queries", "another")
+        if query is not None:
+            checks.fail("split", "query", f"None for {protocol}, whose queries are the second list", query)
         ask = list_number == 1
     else:
         ask = _draw(labels, torch.ones(len(labels), dtype=torch.bool), asks, rule.per_class[1], generator, "queries")

@@ -65,13 +65,15 @@ class Config:
 
     def __post_init__(self) -> None:
         op = "Config"
+        if not isinstance(self.epochs, (tuple, list)):
+            checks.fail(op, "epochs", "three numbers, one per stage", repr(self.epochs), error=TypeError)
         epochs = tuple(checks.integer(op, "epochs", epoch, 0) for epoch in self.epochs)
         if len(epochs) != 3 or not any(epochs):
             checks.fail(op, "epochs", "three numbers, one per stage and not all of them 0", self.epochs)
         object.__setattr__(self, "epochs", epochs)  # a list from JSON becomes what it was
         checks.integer(op, "batch", self.batch, 2)
         checks.integer(op, "workers", self.workers, 0)
-        checks.integer(op, "seed", self.seed, 0)
+        checks.integer(op, "seed", self.seed, 0, (1 << 63) - 1)
         checks.choice(op, "schedule", self.schedule, ("cosine", "constant"))
         checks.choice(op, "mining", self.mining, MINING)
         for field in dataclasses.fields(self):
@@ -150,7 +152,7 @@ def train(
     the whole of it, and rank 0 writes. The model stays on its device and ends in eval mode.
     """
     config = config or Config()
-    rows = torch.arange(len(items)) if rows is None else rows
+    rows = _rows("train", rows, len(items))
     if items.labels.shape[1] != len(model.words):
         checks.fail("train", "words", f"a vector per class, {items.labels.shape[1]}", len(model.words))
     if model.head is None:  # nothing to learn from labels
@@ -188,6 +190,8 @@ class _Run:
         self.position = _Position()
         self.saved = time.monotonic()
         self.wrapped: dict[bool, DistributedDataParallel] = {}
+        if path is not None:
+            checkpoint.make_folder(path.parent)
         if path is not None and path.exists():
             self.position = _Position(**checkpoint.restore(path, model, self.optimiser, self.settings()))
         elif isinstance(model.backbone, Precomputed):
@@ -203,7 +207,18 @@ class _Run:
         config = dataclasses.asdict(self.config)
         for name in ("workers", "checkpoint_seconds"):
             del config[name]
-        return {"config": config, "ablation": self.model.ablation, "rows": checksum(self.rows)}
+        head = self.model.head
+        return {
+            "config": config,
+            "ablation": self.model.ablation,
+            "activation": None if head is None else head.activation,
+            "backbone": _digest(repr(self.model.backbone)),
+            "quantizer": self.model.quantizer._config(),
+            "words": checksum(self.model.words.cpu()),
+            "rows": checksum(self.rows),
+            "labels": checksum(self.items.labels[self.rows]),
+            "items": checksum(self.items[self.rows[:2].tolist()]),
+        }
 
     def epoch(self, bar: Any) -> None:
         """What is left of an epoch."""
@@ -241,6 +256,8 @@ class _Run:
         # Gradients are averaged over processes, but those of the triplets have to be added up.
         total = config.semantic * semantic + config.triplet * self.ranks.world * triplet
         total = total + config.quantization * output.error
+        if not math.isfinite(total.item()):
+            checks.fail("train", "the loss", "finite", f"{total.item()} in step {self.position.step} of this epoch")
         self.optimiser.zero_grad()
         total.backward()
         self.optimiser.step()
@@ -319,7 +336,9 @@ def features(
     model: Model, items: Items, rows: Tensor | None = None, *, batch: int = 256, workers: int = 0, amp: bool = False
 ) -> Tensor:
     """x [n, dim] in float32 of these rows, in eval mode and with a progress bar; the model's mode stays."""
-    rows = torch.arange(len(items)) if rows is None else rows
+    rows = _rows("features", rows, len(items))
+    checks.integer("features", "batch", batch, 1)
+    checks.integer("features", "workers", workers, 0)
     training, device = model.training, model.words.device
     model.eval()
     try:
@@ -332,6 +351,19 @@ def features(
         return torch.cat(parts)
     finally:
         model.train(training)
+
+
+def _rows(op: str, rows: Any, N: int) -> Tensor:
+    """Row numbers [n] int64 below N; all of them for None."""
+    if rows is None:
+        return torch.arange(N)
+    numbers = checks.id_array(op, "rows", rows)
+    if numbers.dtype == torch.bool:
+        checks.fail(op, "rows", "row numbers", "a mask; mask.nonzero().squeeze(1) gives its rows", error=TypeError)
+    numbers = numbers.to(device="cpu", dtype=torch.int64)
+    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < N:
+        checks.fail(op, "rows", f"in 0..{N - 1}", f"values from {int(numbers.min())} to {int(numbers.max())}")
+    return numbers
 
 
 def _loaded(items: Items, batches: Sequence[Tensor], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -355,6 +387,9 @@ def _optimiser(model: Model, config: Config) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=config.rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
 
 
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=7).hexdigest()
+
+
 def _seed(*parts: int) -> int:
-    digest = hashlib.blake2b(" ".join(map(str, parts)).encode(), digest_size=7).digest()
-    return int.from_bytes(digest, "big")
+    return int(_digest(" ".join(map(str, parts))), 16)
