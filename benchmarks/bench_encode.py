@@ -74,10 +74,10 @@ def residual_vq(N: int, D: int, M: int, K: int, device: str) -> Callable[[], Ten
     return torch.no_grad()(lambda: layer(x[None])[1])
 
 
-def agrees(codes: Tensor, N: int, M: int, **sizes: Any) -> bool:
+def agrees(codes: Tensor, N: int, M: int, K: int, **sizes: Any) -> bool:
     """At every level, given the codes before it, ours [N, M] is as near as what the float64 reference chooses."""
     codes, checked = codes.cpu(), 2048
-    h, codebook, scale = (tensor.double() for tensor in inputs(N, M=M, **(sizes | {"device": "cpu"})))
+    h, codebook, scale = (tensor.double() for tensor in inputs(N, M=M, K=K, **(sizes | {"device": "cpu"})))
     h = h[:checked]
     tolerance = 1e-6 * h.square().sum(dim=1)
     for m in range(M):
@@ -86,7 +86,7 @@ def agrees(codes: Tensor, N: int, M: int, **sizes: Any) -> bool:
         h = h - scale[m] * codebook[codes[:checked, m].long()]
         if bool((h.square().sum(dim=1) > best_error + tolerance).any()):
             return False
-    return codes.shape == (N, M)
+    return codes.shape == (N, M) and codes.dtype == (torch.uint8 if K <= 256 else torch.int32)
 
 
 def is_no_worse_than_greedy(codes: Tensor, beam: int, M: int, device: str, **sizes: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import drq_fast
 from drq_fast import reference
+from drq_fast.retrieval import evaluate
 
 N, Q, D, TRAIN = 100_000, 1000, 64, 10_000
 
@@ -119,7 +120,7 @@ def truth() -> Tensor:
 
 def recall(ids: Tensor, **_: Any) -> dict[str, float]:
     """How often the nearest vector is among those found."""
-    return {f"recall@{ids.shape[1]}": float((ids.cpu() == truth()[:, None]).any(dim=1).float().mean())}
+    return {f"recall@{ids.shape[1]}": evaluate.recall(ids.cpu(), truth()[:, None])}
 
 
 def agrees(ids: Tensor, bits: int, k: int, device: str) -> bool:

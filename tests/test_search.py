@@ -12,7 +12,7 @@ import torch
 from drq_fast import _native, functional, reference
 
 METRICS = ["l2", "ip", "cosine"]
-needs_native = pytest.mark.skipif(_native.extension is None, reason="not built")
+needs_native = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
 BACKENDS = ["torch", pytest.param("native", marks=needs_native)]
 
 

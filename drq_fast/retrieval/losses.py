@@ -51,8 +51,7 @@ def triplet_loss(anchor: Tensor, positive: Tensor, negative: Tensor, margin: flo
         shapes = ", ".join(checks.shape_of(x) for x in (anchor, positive, negative))
         checks.fail("triplet_loss", "anchor, positive and negative", "of one shape", shapes)
     anchor, positive, negative = _full(anchor), _full(positive), _full(negative)
-    gap = _length(anchor - positive) - _length(anchor - negative)
-    return (gap + margin).clamp_min(0).sum() / max(len(anchor), 1)
+    return _hinge(_length(anchor - positive) - _length(anchor - negative), margin)
 
 
 def batch_triplet_loss(
@@ -62,8 +61,7 @@ def batch_triplet_loss(
     with torch.autocast(x.device.type, enabled=False):
         distance = distances(_full(x))
         anchor, positive, negative = mine(distance.detach(), labels, mining, generator)
-        gap = distance[anchor, positive] - distance[anchor, negative]
-        return (gap + margin).clamp_min(0).sum() / max(len(anchor), 1)
+        return _hinge(distance[anchor, positive] - distance[anchor, negative], margin)
 
 
 def mine(distance: Tensor, labels: Tensor, mining: str, generator: torch.Generator | None = None) -> Triplets:
@@ -113,6 +111,11 @@ def _draw(allowed: Tensor, generator: torch.Generator | None) -> Tensor:
         return allowed.new_empty(0, dtype=torch.int64)
     weights = allowed.float().cpu()  # the generator's place, so that every rank draws alike
     return torch.multinomial(weights, 1, generator=generator).squeeze(1).to(allowed.device)
+
+
+def _hinge(gap: Tensor, margin: float) -> Tensor:
+    """The mean of max(0, gap + margin), 0 where there is none."""
+    return (gap + margin).clamp_min(0).sum() / max(len(gap), 1)
 
 
 def _full(x: Tensor) -> Tensor:
