@@ -167,10 +167,9 @@ struct Bits {
   void tighten(int bits) {
     const int all = (1 << bits) - 1, parts = 256 >> bits;
     const double steps = std::fmax(span_of(best->tau) * inverse + 0.005, -1);
-    if (job.norms == nullptr)
-      bound = _mm256_set1_epi8(static_cast<char>(-1 - std::fmin(std::floor(steps), all - 1)));
-    else
-      bound = _mm256_set1_epi8(static_cast<char>(std::fmin(std::floor(std::fmax(steps, 0) * parts) + 1, all * parts)));
+    const double byte = job.norms == nullptr ? -1 - std::fmin(std::floor(steps), all - 1)
+                                             : std::fmin(std::floor(std::fmax(steps, 0) * parts) + 1, all * parts);
+    bound = _mm256_set1_epi8(static_cast<char>(static_cast<int>(byte)));
   }
 
   static double cost_of_way(int which, int64_t left, int64_t codes) {
@@ -218,7 +217,8 @@ struct Bits {
       const int64_t first = n, last = std::min(end, n + 32 * kGroups);
       __m256i marks[kGroups], any = _mm256_setzero_si256();
       for (__m256i* mark = marks; n < last; n += 32, ++mark) {
-        *mark = left_of<kStride, kNorms, kBits, kLevels>(row_of<uint8_t>(job, 0) + n * kStride, job.norms + n);
+        const float* const norms = kNorms ? job.norms + n : nullptr;
+        *mark = left_of<kStride, kNorms, kBits, kLevels>(row_of<uint8_t>(job, 0) + n * kStride, norms);
         any = _mm256_or_si256(any, *mark);
       }
       if (_mm256_movemask_epi8(any) != 0) left += look_closely(first, last, marks, trial ? 0 : kBits);
