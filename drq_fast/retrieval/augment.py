@@ -9,13 +9,22 @@ from torch import Tensor
 from .. import checks
 
 
-def augment(images: Tensor, size: int, smallest: float = 0.6) -> Tensor:
+def augment(images: Tensor, size: int, smallest: float = 0.5, colour: float = 0.3, hole: float = 0.4) -> Tensor:
     """Pixels [N, 3, H, W] to float [N, 3, size, size]: of each a random part, mirrored half of the time.
 
     The part has `smallest` to all of the area, its sides keep their ratio within 3:4 and 4:3. It is read by bilinear
-    interpolation, so an image more than twice as large as `size` should be made smaller first.
+    interpolation, so an image more than twice as large as `size` should be made smaller first. Brightness, contrast
+    and saturation are changed by up to `colour`, and half of the views lose a grey square with `hole` of the side.
     """
     checks.integer("augment", "size", size, 1)
+    views = _parts(images.float(), size, smallest)
+    if colour:
+        views = _coloured(views, colour)
+    return _with_holes(views, hole) if hole else views
+
+
+def _parts(images: Tensor, size: int, smallest: float) -> Tensor:
+    """A random part of each image, mirrored half of the time."""
     N = len(images)
     area = torch.empty(N).uniform_(smallest, 1)
     ratio = torch.empty(N).uniform_(-1, 1).mul(torch.log(torch.tensor(4 / 3))).exp().sqrt()
@@ -25,4 +34,26 @@ def augment(images: Tensor, size: int, smallest: float = 0.6) -> Tensor:
     theta = torch.zeros(N, 2, 3)
     theta[:, 0, 0], theta[:, 1, 1], theta[:, :, 2] = half[:, 0] * mirror, half[:, 1], centre
     grid = F.affine_grid(theta, [N, 3, size, size], align_corners=False).to(images.device)
-    return F.grid_sample(images.float(), grid, mode="bilinear", padding_mode="border", align_corners=False)
+    return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+
+
+def _coloured(images: Tensor, colour: float) -> Tensor:
+    """Brightness, contrast and saturation of each image times 1 - colour to 1 + colour."""
+    factors = torch.empty(3, len(images), 1, 1, 1).uniform_(1 - colour, 1 + colour).to(images.device)
+    brightness, contrast, saturation = factors
+    mean = images.mean(dim=(1, 2, 3), keepdim=True)
+    grey = images.mean(dim=1, keepdim=True)
+    saturated = grey + saturation * (images - grey)
+    return (brightness * (mean + contrast * (saturated - mean))).clamp(0, 255)
+
+
+def _with_holes(images: Tensor, hole: float) -> Tensor:
+    """A grey square in half of the images."""
+    N, size = len(images), images.shape[-1]
+    side = round(hole * size)
+    corner = (torch.rand(N, 2) * (size - side + 1)).long()
+    corner[torch.rand(N) < 0.5] = size  # outside
+    place = torch.arange(size) - corner[:, :, None]  # [N, 2, size]
+    inside = (place >= 0) & (place < side)
+    masked = (inside[:, 0, :, None] & inside[:, 1, None, :]).to(images.device)
+    return images.masked_fill(masked[:, None], 127.0)
