@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -36,20 +39,32 @@ def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], c
         "config": json.dumps(config, sort_keys=True),
         "checksums": json.dumps({name: checksum(tensor) for name, tensor in tensors.items()}, sort_keys=True),
     }
-    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
-    try:
-        try:
-            temporary.touch(exist_ok=False)  # here an error has the class that Python gives it
-            save_file(tensors, temporary, metadata=header | {"header": header_checksum(header)})
-            _sync(temporary)
-            os.replace(temporary, target)
-            _sync(target.parent)
-        finally:
-            temporary.unlink(missing_ok=True)
-    except SafetensorError as error:
-        raise OSError(f"save: {target} cannot be written: {error}.") from error
-    except OSError as error:
-        raise _same_kind(error, f"save: {target} cannot be written: {error.strerror or error}.") from error
+    _replace(
+        target, lambda temporary: save_file(tensors, temporary, metadata=header | {"header": header_checksum(header)})
+    )
+
+
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a text file that is whole or not there; an old one is kept until then."""
+    write_bytes(path, text.encode())
+
+
+def write_array(path: str | os.PathLike[str], array: np.ndarray) -> None:
+    """The same for an `.npy` file."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    write_bytes(path, file.getbuffer())
+
+
+def write_bytes(path: str | os.PathLike[str], content: bytes | memoryview) -> None:
+    """The same for any content."""
+    _replace(Path(path), lambda temporary: temporary.write_bytes(content))
+
+
+def fingerprint(path: str | os.PathLike[str], kind: str) -> str:
+    """What tells the contents of a file of this kind from others, read from its header alone."""
+    with _opened(_target("load", path), kind) as (_, header):
+        return header["header"]
 
 
 def read(
@@ -61,16 +76,8 @@ def read(
     until they are used.
     """
     target = _target("load", path)
-    try:
-        target.open("rb").close()  # here an error has the class that Python gives it
-        with safe_open(target, framework="pt") as file:
-            header = file.metadata() or {}
-            _check_header(target, kind, header)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
-    except SafetensorError as error:
-        raise FileError(f"load: {target} is not a whole safetensors file ({error}).") from error
-    except OSError as error:
-        raise _same_kind(error, f"load: {target} cannot be read: {error.strerror or error}.") from error
+    with _opened(target, kind) as (file, header):
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
     try:
         config, checksums = json.loads(header["config"]), json.loads(header["checksums"])
         if not isinstance(config, dict) or not isinstance(checksums, dict) or checksums.keys() != tensors.keys():
@@ -104,6 +111,39 @@ def header_checksum(header: dict[str, str]) -> str:
     """BLAKE2b of all entries of a header but "header", which holds it."""
     entries = sorted((name, value) for name, value in header.items() if name != "header")
     return hashlib.blake2b(json.dumps(entries).encode(), digest_size=16).hexdigest()
+
+
+@contextmanager
+def _opened(target: Path, kind: str) -> Iterator[tuple[Any, dict[str, str]]]:
+    """The file and its checked header; errors in one sentence."""
+    try:
+        target.open("rb").close()  # here an error has the class that Python gives it
+        with safe_open(target, framework="pt") as file:
+            header = file.metadata() or {}
+            _check_header(target, kind, header)
+            yield file, header
+    except SafetensorError as error:
+        raise FileError(f"load: {target} is not a whole safetensors file ({error}).") from error
+    except OSError as error:
+        raise _same_kind(error, f"load: {target} cannot be read: {error.strerror or error}.") from error
+
+
+def _replace(target: Path, write: Callable[[Path], Any]) -> None:
+    """Writes to a temporary name, syncs, and renames; nothing is left behind by an error."""
+    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    try:
+        try:
+            temporary.touch(exist_ok=False)  # here an error has the class that Python gives it
+            write(temporary)
+            _sync(temporary)
+            os.replace(temporary, target)
+            _sync(target.parent)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except SafetensorError as error:
+        raise OSError(f"save: {target} cannot be written: {error}.") from error
+    except OSError as error:
+        raise _same_kind(error, f"save: {target} cannot be written: {error.strerror or error}.") from error
 
 
 def _check_header(path: Path, kind: str, header: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import drq_fast
-from drq_fast import BackendUnavailable, _native, backend, cli, functional, use_backend
+from drq_fast import BackendUnavailable, _native, backend, cli, functional, info, use_backend
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
@@ -100,15 +100,15 @@ def test_info_as_text_and_json(capsys):
 @needs_native
 def test_info_tells_what_the_environment_forces(monkeypatch):
     def cpu(op: str) -> dict[str, str]:
-        return {row["operation"]: row for row in cli.collect_info()["backends"]["cpu"]}[op]
+        return {row["operation"]: row for row in info.collect_info()["backends"]["cpu"]}[op]
 
     isas = _native.extension.supported_isas()
-    assert cli.collect_info()["isa"] == f"{isas[-1]} (of {', '.join(isas)})"
-    assert f"isa       {isas[-1]} (of " in cli.format_info(cli.collect_info())
+    assert info.collect_info()["isa"] == f"{isas[-1]} (of {', '.join(isas)})"
+    assert f"isa       {isas[-1]} (of " in info.format_info(info.collect_info())
     monkeypatch.setenv("DRQ_FAST_ISA", "portable")
-    assert cli.collect_info()["isa"].startswith("portable (of ")
+    assert info.collect_info()["isa"].startswith("portable (of ")
     monkeypatch.setenv("DRQ_FAST_ISA", "foo")
-    assert cli.collect_info()["isa"].startswith("none: DRQ_FAST_ISA must be one of")
+    assert info.collect_info()["isa"].startswith("none: DRQ_FAST_ISA must be one of")
     monkeypatch.setenv("DRQ_FAST_BACKEND", "torch")
     assert cpu("search") == {"operation": "search", "backend": "torch", "why not": "DRQ_FAST_BACKEND=torch"}
     monkeypatch.setenv("DRQ_FAST_BACKEND", "native")

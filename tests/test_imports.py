@@ -20,9 +20,12 @@ FLOORS = [
     ["functional", "codes"],
     ["fit"],
     ["quantizer"],
-    ["index"],
+    ["index", "vectors"],
+    ["run"],
     ["retrieval"],
     ["__init__"],
+    ["info"],
+    ["commands"],
     ["cli"],
     ["__main__"],
 ]

@@ -1,0 +1,64 @@
+"""What is installed, which backend does what, and why not a faster one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import platform
+from typing import Any
+
+import torch
+
+from . import __version__, _native, backend
+
+
+def collect_info() -> dict[str, Any]:
+    """Versions, the state of the native code and of CUDA, and the backend of every operation on every device."""
+    versions = _native.cuda_versions()
+    native = _native.extension
+    return {
+        "drq_fast": __version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
+        "native": _native.why_not("cpu") if native is None else f"built with {native.compiler}",
+        "isa": _instruction_set(),
+        "cuda": {
+            "in the extension": f"runtime {versions[0]}" if versions else "not built",
+            "driver": versions[1] if versions else "unknown (it is the extension that asks)",
+            "in torch": torch.version.cuda or "not built",
+            "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        },
+        "backends": {
+            device: [{"operation": op, "backend": taken, "why not": reason} for op, taken, reason in rows]
+            for device, rows in ((d, backend.table(d)) for d in ("cpu", "cuda"))
+        },
+    }
+
+
+def _instruction_set() -> str:
+    """The one in use and those that could be, or why there is none."""
+    if _native.extension is None:
+        return "none"
+    try:
+        return f"{_native.instruction_set()} (of {', '.join(_native.extension.supported_isas())})"
+    except ValueError as error:
+        return f"none: {error}"
+
+
+def format_info(facts: dict[str, Any]) -> str:
+    """The facts of `collect_info` as text."""
+    lines = [
+        f"{name:9} {facts[name] or 'not installed'}"
+        for name in ("drq_fast", "python", "machine", "torch", "triton", "native", "isa")
+    ]
+    cuda = facts["cuda"]
+    lines.append(
+        f"{'CUDA':9} extension: {cuda['in the extension']}; driver: {cuda['driver']}; torch: {cuda['in torch']}"
+    )
+    lines.append(f"{'GPUs':9} {', '.join(cuda['devices']) or 'none'}")
+    lines += ["", f"{'operation':12}{'device':8}{'backend':9}why not a faster one"]
+    for device, rows in facts["backends"].items():
+        lines += [f"{row['operation']:12}{device:8}{row['backend']:9}{row['why not']}".rstrip() for row in rows]
+    return "\n".join(lines)

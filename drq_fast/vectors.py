@@ -1,0 +1,145 @@
+"""Vectors in `.npy` files, read a block at a time: files may be larger than memory, and none of them stays in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from . import checks
+from .files import FileError
+
+_BYTES = 1 << 24  # of a block
+
+
+class VectorFiles:
+    """N rows of D numbers in one or more `.npy` files, one after the other; `read` gives any of them as float32.
+
+    Maps would count as memory of the process as they are read, so rows are read by position.
+    """
+
+    def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
+        self.files = [_File(Path(path)) for path in paths]
+        if not self.files:
+            checks.fail("vectors", "paths", "at least one .npy file", "none")
+        for file in self.files[1:]:
+            if file.dim != self.files[0].dim:
+                raise FileError(
+                    f"vectors: {file.path} has {file.dim} dimensions and {self.files[0].path} has {self.files[0].dim}."
+                )
+        self.dim = self.files[0].dim
+        self.ends = np.cumsum([file.rows for file in self.files])
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def identity(self) -> list[dict[str, Any]]:
+        """What tells these files from others, or from what they were before they were written anew."""
+        return [file.identity() for file in self.files]
+
+    def read(self, first: int, last: int) -> Tensor:
+        """Rows first to last - 1 as float32 [last - first, D], refused where one is not finite."""
+        parts = [np.empty((0, self.dim), np.float32)]
+        for file, end in zip(self.files, self.ends.tolist(), strict=True):
+            begin = end - file.rows
+            if first < end and last > begin:
+                parts.append(file.read(max(first - begin, 0), min(last - begin, file.rows)))
+        return self._finite(np.concatenate(parts[1:] or parts), np.arange(first, last))
+
+    def blocks(self, first: int = 0, *, desc: str) -> Iterator[tuple[int, Tensor]]:
+        """(number of its first row, block [n, D]) from row `first` on, with a progress bar."""
+        step = block_rows(self.dim)
+        with tqdm(total=len(self), initial=first, desc=desc, unit="vector", unit_scale=True, disable=None) as bar:
+            for start in range(first, len(self), step):
+                block = self.read(start, min(start + step, len(self)))
+                yield start, block
+                bar.update(len(block))
+
+    def sample(self, count: int, seed: int) -> Tensor:
+        """`count` different rows drawn at random, in their order; all of them where there are no more."""
+        if count >= len(self):
+            return self.read(0, len(self))
+        rows = np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False))
+        of_file = np.split(rows, np.searchsorted(rows, self.ends[:-1]))
+        begins = self.ends - [file.rows for file in self.files]
+        drawn = [file.pick(part - begin) for file, part, begin in zip(self.files, of_file, begins, strict=True)]
+        return self._finite(np.concatenate(drawn), rows)
+
+    def _finite(self, x: np.ndarray, rows: np.ndarray) -> Tensor:
+        """x [n, D] as a tensor; rows [n] are its numbers."""
+        wrong = np.flatnonzero(~np.isfinite(x).all(axis=1))
+        if len(wrong):
+            names = ", ".join(str(file.path) for file in self.files)
+            raise FileError(f"vectors: row {rows[wrong[0]]} of {names} is not finite in float32.")
+        return torch.from_numpy(x)
+
+
+def block_rows(dim: int) -> int:
+    """How many vectors are held at a time."""
+    return max(1, _BYTES // (4 * dim))
+
+
+class _File:
+    """One `.npy` file of numbers [rows, dim]."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            array = np.load(path, mmap_mode="r", allow_pickle=False)
+        except OSError as error:
+            raise type(error)(f"vectors: {path} cannot be read: {error.strerror or error}.") from error
+        except (ValueError, EOFError) as error:
+            raise FileError(f"vectors: {path} is not a whole .npy file of numbers.") from error
+        if not isinstance(array, np.memmap) or array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "fiu":
+            what = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else "an archive"
+            raise FileError(f"vectors: {path} must hold numbers [N, D] with N and D of at least 1, got {what}.")
+        if not array.flags.c_contiguous:
+            raise FileError(f"vectors: {path} is stored by columns; save numpy.ascontiguousarray of it.")
+        self.rows, self.dim = array.shape
+        self.dtype, self.offset = array.dtype, int(array.offset)
+        state = path.stat()
+        self.size, self.modified = state.st_size, state.st_mtime_ns
+
+    def identity(self) -> dict[str, Any]:
+        """Path, size, shape and time."""
+        return {
+            "path": str(self.path.resolve()),
+            "size": self.size,
+            "modified": self.modified,
+            "shape": [self.rows, self.dim],
+            "dtype": self.dtype.str,
+        }
+
+    def read(self, first: int, last: int) -> np.ndarray:
+        """Rows as float32."""
+        values = np.empty((last - first, self.dim), self.dtype)
+        with self.path.open("rb") as file:
+            file.seek(self.offset + first * values.itemsize * self.dim)
+            if file.readinto(values.data) != values.nbytes:
+                raise self._shorter()
+        return _float32(values)
+
+    def pick(self, rows: np.ndarray) -> np.ndarray:
+        """These rows, [n] in order, as float32."""
+        values = np.empty((len(rows), self.dim), self.dtype)
+        length = values.itemsize * self.dim
+        with self.path.open("rb", buffering=0) as file:
+            for value, row in zip(values, tqdm(rows, desc="sample", delay=2, disable=None, leave=False), strict=True):
+                file.seek(self.offset + int(row) * length)
+                if file.readinto(value.data) != length:
+                    raise self._shorter()
+        return _float32(values)
+
+    def _shorter(self) -> FileError:
+        return FileError(f"vectors: {self.path} has become shorter since it was opened.")
+
+
+def _float32(values: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore"):  # infinite ones are refused afterwards
+        return values.astype(np.float32, copy=False)
