@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean
 from types import ModuleType
 
+import numpy as np
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -51,3 +52,25 @@ def test_the_autoencoder_learns():
     untrained, trained = module.run(module.ours, 0, 1), module.run(module.ours, 0, 300)
     assert trained[0] < 0.5 * untrained[0]
     assert trained[1] > 0.9 * module.CODEWORDS
+
+
+def test_texts_are_found_and_longer_codes_find_more():
+    pytest.importorskip("sklearn")
+    command = [sys.executable, str(EXAMPLES / "text_search.py"), "the calendar of a month"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    recalls = [int(line.split("%")[0].split()[-1]) for line in text.splitlines() if "of the 10 nearest" in line]
+    assert len(recalls) == 3
+    assert recalls == sorted(set(recalls))
+    assert "calendar.monthcalendar" in text.splitlines()[-1]
+
+
+def test_the_paper_in_twenty_lines(tmp_path):
+    datasets = pytest.importorskip("sklearn.datasets")
+    digits = datasets.load_digits()
+    np.savez(tmp_path / "digits.npz", x=digits.data.astype(np.float32), label=digits.target)
+    command = [sys.executable, str(EXAMPLES / "paper.py"), "digits.npz", "--train", "50", "--query", "10"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout
+    rows = [line.split() for line in text.splitlines()]
+    assert [row[0] for row in rows] == ["8", "16", "24", "32"]
+    assert all(float(row[-1]) > 0.7 for row in rows)
+    assert (tmp_path / "out/paper/checkpoint.safetensors").exists()

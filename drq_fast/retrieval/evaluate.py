@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -111,11 +112,15 @@ def evaluate_vectors(
     return _evaluate(op, rank, copies, len(x), labels, query, query_labels, R, depths, None)
 
 
-def recall(found: Tensor, neighbours: Tensor) -> float:
+def recall(found: Tensor | np.ndarray, neighbours: Tensor | np.ndarray) -> float:
     """Which part of the true neighbours [Q, t] is among the ids found [Q, k], on average: for data without labels.
+
+    Either may be torch or numpy.
 
     >>> recall(index.search(query, k=100).ids, nearest[:, :10])  # 10 nearest within 100
     """
+    found = checks.array("recall", "found", found, integer=True)
+    neighbours = checks.array("recall", "neighbours", neighbours, integer=True)
     if found.ndim != 2 or neighbours.ndim != 2 or len(found) != len(neighbours):
         shapes = f"{checks.shape_of(found)} and {checks.shape_of(neighbours)}"
         checks.fail("recall", "found and neighbours", "[Q, k] and [Q, t]", shapes)
