@@ -28,23 +28,17 @@ from report import fill
 from torch import Tensor
 
 from drq_fast import RecurrentQuantizer
-from drq_fast.retrieval import datasets
-from drq_fast.retrieval.backbones import EfficientNetLite0, Precomputed
 from drq_fast.retrieval.evaluate import evaluate_codes, evaluate_vectors
+from drq_fast.retrieval.experiment import Experiment, Settings
 from drq_fast.retrieval.model import Model
-from drq_fast.retrieval.protocols import PROTOCOLS, Split, split
-from drq_fast.retrieval.train import Config, features, train
+from drq_fast.retrieval.protocols import PROTOCOLS, Split
+from drq_fast.retrieval.train import Config
 
 LEVELS = 4
 PAPER = {  # AlexNet, fine-tuned
     "cifar10-1": ("0.942", "0.943", "0.943", "0.943"),
     "cifar10-2": ("0.803", "0.824", "0.832", "0.837"),
 }
-HIDDEN, DROPOUT = 2048, 0.5  # of the layer above given features
-FROM_FEATURES = Config(epochs=(20, 5, 10), margin=0.5, semantic=3.0, backbone_rate=1e-3)
-FROM_IMAGES = Config(
-    epochs=(12, 4, 12), margin=0.5, semantic=3.0, backbone_rate=5e-4, batch=64, weight_decay=0.01, amp=True
-)
 ROWS = {
     "unsupervised": "Unsupervised: the features as they are",
     "no_semantic": "Remove l_s",
@@ -67,38 +61,32 @@ class Task:
     """Data, protocol and settings of a table."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.items = datasets.cifar10(options.data) if options.data.is_dir() else datasets.features(options.data)
-        self.images = options.data.is_dir()
-        self.words = datasets.read_words(options.words, self.items.classes)
-        self.protocol, self.rule = options.protocol, PROTOCOLS[options.protocol]
-        self.config = override(FROM_IMAGES if self.images else FROM_FEATURES, options.set)
-        self.size, self.folder, self.validate = options.size, options.run, options.validate
-
-    def split(self, seed: int) -> Split:
-        rows = split(self.protocol, self.items.labels, seed=seed)
-        return halves(rows.train, self.items.labels, seed) if self.validate else rows
-
-    def model(self, seed: int, codewords: int, ablation: str = "none") -> Model:
-        torch.manual_seed(seed)
-        backbone = (
-            EfficientNetLite0(self.size) if self.images else Precomputed(self.items[[0]].shape[1], HIDDEN, DROPOUT)
+        self.options, self.rule = options, PROTOCOLS[options.protocol]
+        self.settings = Settings(
+            (str(options.data),),
+            words=options.words,
+            protocol=options.protocol,
+            size=options.size,
+            codewords=self.rule.codewords[0],
         )
-        if ablation == "unsupervised" and not self.images:
-            backbone = Precomputed(self.items[[0]].shape[1])
-        return Model(backbone, self.words, codewords=codewords, levels=LEVELS, ablation=ablation)
+        first = Experiment(self.settings)
+        self.items, self.images, self.config = first.items, first.images, override(first.config, options.set)
 
     def run(self, seed: int, peers: bool, ablation: str = "none") -> Run:
         """Trains as many models as the protocol says, one as a rule, and evaluates them."""
-        rows, values, seconds = self.split(seed), {}, {}
+        values: dict[str, list[float]] = {}
+        seconds: dict[str, float] = {}
         for codewords in self.rule.codewords:
-            config = dataclasses.replace(self.config, seed=seed)
-            model = self.model(seed, codewords, ablation)
-            folder = self.folder and self.folder / f"{ablation}-{codewords}-{seed}"
+            settings = dataclasses.replace(self.settings, codewords=codewords, ablation=ablation)
+            experiment = Experiment(settings, dataclasses.replace(self.config, seed=seed))
+            if self.options.validate:
+                experiment.split = halves(experiment.split.train, self.items.labels, seed)
+            folder = self.options.run and self.options.run / f"{ablation}-{codewords}-{seed}"
             start = time.perf_counter()
-            train(model, self.items, rows.train, config, folder=folder)
+            model, _ = experiment.train(folder)
             add(seconds, "ours", time.perf_counter() - start)
-            x = {name: features(model, self.items, part, amp=config.amp) for name, part in rows._asdict().items()}
-            self.evaluate(model, x, rows, values, seconds, peers)
+            x = {name: experiment.features(model, part) for name, part in experiment.split._asdict().items()}
+            self.evaluate(model, x, experiment.split, values, seconds, peers)
         return Run(values, seconds)
 
     def evaluate(
@@ -186,12 +174,16 @@ def table(task: Task, runs: dict[str, list[Run]], command: str, title: str) -> s
     origin, rule = provenance(), task.rule
     bits = [LEVELS * (K.bit_length() - 1) for K in rule.codewords]
     bits = bits if len(bits) > 1 else [bits[0] * (L + 1) // LEVELS for L in range(LEVELS)]
-    backbone = f"EfficientNet-Lite0, fine-tuned at {task.size} x {task.size}" if task.images else "given features"
+    backbone = (
+        f"EfficientNet-Lite0, fine-tuned at {task.options.size} x {task.options.size}"
+        if task.images
+        else "given features"
+    )
     seeds = len(next(iter(runs.values())))
     lines = [
         f"### {title}",
         "",
-        f"mAP@{rule.R:,} by the protocol `{task.protocol}`; {backbone}; {seeds} seed{'s' * (seeds > 1)}"
+        f"mAP@{rule.R:,} by the protocol `{task.options.protocol}`; {backbone}; {seeds} seed{'s' * (seeds > 1)}"
         f"{': mean (least to greatest)' * (seeds > 1)}. {origin['processor']}, {origin['torch_threads']} threads; "
         f"drq_fast {origin['versions']['drq_fast']}, torch {origin['versions']['torch']}. Made by",
         f"`{command}`.",
@@ -199,8 +191,8 @@ def table(task: Task, runs: dict[str, list[Run]], command: str, title: str) -> s
         "| | " + " | ".join(f"{b} bits" for b in bits) + " | seconds |",
         "| --- " * (len(bits) + 2) + "|",
     ]
-    if task.protocol in PAPER and len(runs) == 1:
-        lines.append(f"| the paper: AlexNet, fine-tuned | {' | '.join(PAPER[task.protocol])} | |")
+    if task.options.protocol in PAPER and len(runs) == 1:
+        lines.append(f"| the paper: AlexNet, fine-tuned | {' | '.join(PAPER[task.options.protocol])} | |")
     for ablation, done in runs.items():
         names = list(done[0].values) if len(runs) == 1 else ["ours"]
         for name in names:
@@ -248,7 +240,7 @@ def main() -> None:
     parser.add_argument("--words", type=Path)
     parser.add_argument("--protocol", choices=PROTOCOLS, default="cifar10-2")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--size", type=int, default=96, help="of images, in pixels")
+    parser.add_argument("--size", type=int, default=128, help="of images, in pixels")
     parser.add_argument("--run", type=Path, help="folder of checkpoints")
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--peers", action="store_true", help="codes of faiss on the learned features, too")

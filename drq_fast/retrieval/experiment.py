@@ -125,8 +125,8 @@ class Experiment:
             return EfficientNetLite0(settings.size)
         return AlexNet.load(settings.backbone, size=settings.size)
 
-    def train(self, folder: Path) -> tuple[Model, list[dict[str, float]]]:
-        """Trains, or goes on with what is in the folder; the losses of every epoch."""
+    def train(self, folder: Path | None) -> tuple[Model, list[dict[str, float]]]:
+        """The trained network and the losses of every epoch; goes on with what is in the folder."""
         model = self.model()
         history = train(model, self.items, self.split.train, self.config, folder=folder)
         return model, history
