@@ -20,15 +20,20 @@
 
 Run: pytest benchmarks --benchmark-json=figures.json, with -m quick for a few of them, --device cuda on a GPU (where a
 peer that raises NotImplementedError is named as absent). The file holds provenance and figures, for report.py.
+
+All benchmarks run three times over, each time with inputs built anew: what depends on where an array lies in memory, or
+on what the machine does meanwhile, differs from pass to pass, and the intervals have to say so.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -47,6 +52,8 @@ Run = Callable[[], Any]
 Job = Callable[..., Run]
 
 FIGURES = pytest.StashKey[dict[str, dict[str, Any]]]()
+TIMES = pytest.StashKey[dict[str, "Times"]]()
+STUDENT = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13}  # the 95 % quantile of Student's t by the number of passes
 LEAST = 0.02  # seconds that are timed at a time
 ENOUGH = 5.0  # seconds for all rounds, of which there are 7 at least
 WIDEST = 0.25  # of a ratio: an interval that reaches further to a side is marked, and not published
@@ -54,14 +61,16 @@ PAUSE = 0.01  # seconds in which the OpenMP threads of the one before stop spinn
 
 
 @pytest.fixture
-def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., None]:
+def compare(benchmark: Any, request: pytest.FixtureRequest, which_pass: int) -> Callable[..., None]:
     """compare(ours, peers, agrees, *, sizes, work, unit, quality=None): see the top of this file.
 
     agrees(result, **sizes) -> bool judges what ours returned, before anything is timed. work is how many `unit` one run
     gets done. quality(result, **sizes) -> {name: figure} says how good results are, ours and the peers'. Each round
     times every peer, then ours; a ratio is peer time / our time of the same round.
     """
-    device = request.config.getoption("device")
+    config = request.config
+    device, passes = config.getoption("device"), config.getoption("passes")
+    name = re.sub(r"-?pass\d+", "", request.node.name).replace("[]", "").replace("[-", "[")
 
     def run_all(
         ours: Job,
@@ -75,47 +84,82 @@ def compare(benchmark: Any, request: pytest.FixtureRequest) -> Callable[..., Non
     ) -> None:
         place = {**sizes, "device": device}
         run = synchronised(ours(**place), device)
-        result = run()
-        assert agrees(result, **place), f"ours disagrees with the reference at {sizes}: nothing is timed"
-        if benchmark.disabled:
-            return
-        runs, absent = prepare(peers, place)
-        our_memory, *memories = peak_memories([ours, *(peers[name] for name in runs)], place)
-        memory = dict(zip(runs, memories, strict=True))
-        good = {name: quality(peer(), **place) for name, peer in runs.items()} if quality else {}
-        our_quality = {"quality": quality(result, **place)} if quality else {}
-        del result
-
-        run, repeats, seconds = repeated(run)
-        times: dict[str, list[float]] = {name: [] for name in runs}
-        timed = {name: repeated(peer) for name, peer in runs.items()}
-        seconds += sum(peer.seconds for peer in timed.values())
-        rounds = max(7, min(21, int(ENOUGH / seconds)))
-        others = cores_used_by_others(
-            lambda: benchmark.pedantic(run, setup=lambda: time_each(timed, times), rounds=rounds, warmup_rounds=1)
-        )
-        our_times = np.array(benchmark.stats.stats.data) / repeats
-        figures: dict[str, dict[str, Any]] = {name: {"absent": reason} for name, reason in absent.items()}
-        for name in runs:
-            peer_times = np.array(times[name][1 : rounds + 1])  # the first was the warm-up
-            figures[name] = {**spread(peer_times / our_times), **rate(work, peer_times), **memory[name]}
-            figures[name].update({"quality": good[name]} if quality else {})
-        benchmark.extra_info.update(
-            group=Path(inspect.getfile(ours)).stem.removeprefix("bench_"),
-            quick=request.node.get_closest_marker("quick") is not None,
-            device=device,
-            sizes=sizes,
-            work=work,
-            unit=unit,
-            repeats=repeats,
-            rounds=rounds,
-            ours={**rate(work, our_times), **our_memory, **our_quality},
-            peers={name: figures[name] for name in peers},
-            cores_used_by_others=others,
-        )
-        request.config.stash.setdefault(FIGURES, {})[benchmark.name] = benchmark.extra_info
+        times = config.stash.setdefault(TIMES, {})
+        if which_pass == 0:
+            result = run()
+            assert agrees(result, **place), f"ours disagrees with the reference at {sizes}: nothing is timed"
+            if benchmark.disabled:
+                return
+            runs, absent = prepare(peers, place)
+            our_memory, *memories = peak_memories([ours, *(peers[peer] for peer in runs)], place)
+            facts = {peer: dict(memory) for peer, memory in zip(runs, memories, strict=True)}
+            if quality:
+                our_memory["quality"] = quality(result, **place)
+                for peer in runs:
+                    facts[peer]["quality"] = quality(runs[peer](), **place)
+            del result
+            times[name] = Times(our_memory, facts, absent)
+        elif name not in times:
+            pytest.skip("its first pass has left nothing to add to")
+        else:
+            runs, _ = prepare(peers, place)
+        rounds, others = time_pass(benchmark, run, runs, times[name], passes)
+        config.stash.setdefault(FIGURES, {})[name] = {
+            "group": Path(inspect.getfile(ours)).stem.removeprefix("bench_"),
+            "quick": request.node.get_closest_marker("quick") is not None,
+            "device": device,
+            "sizes": sizes,
+            "work": work,
+            "unit": unit,
+            "rounds": rounds,
+            "passes": len(times[name].ours),
+            **times[name].figures(work, list(peers)),
+            "cores_used_by_others": others,
+        }
 
     return run_all
+
+
+@dataclasses.dataclass
+class Times:
+    """What is known of ours and the peers, and the seconds [rounds] of every pass."""
+
+    ours_facts: dict[str, Any]
+    facts: dict[str, dict[str, Any]]
+    absent: dict[str, str]
+    ours: list[npt.NDArray[np.float64]] = dataclasses.field(default_factory=list)
+    peers: list[dict[str, npt.NDArray[np.float64]]] = dataclasses.field(default_factory=list)
+    others: list[float | None] = dataclasses.field(default_factory=list)
+
+    def figures(self, work: int, names: list[str]) -> dict[str, Any]:
+        """Speed of ours and of all peers, and the ratios."""
+        peers: dict[str, Any] = {}
+        for name in names:
+            if name in self.absent:
+                peers[name] = {"absent": self.absent[name]}
+                continue
+            ratios = [peer[name] / ours for peer, ours in zip(self.peers, self.ours, strict=True)]
+            rates = rate(work, [peer[name] for peer in self.peers])
+            peers[name] = {**spread(ratios), **rates, **self.facts[name]}
+        return {"ours": {**rate(work, self.ours), **self.ours_facts}, "peers": peers}
+
+
+def time_pass(benchmark: Any, run: Run, runs: dict[str, Run], times: Times, passes: int) -> tuple[int, float | None]:
+    """Times one pass; (rounds of all passes, the most cores that others kept busy in one)."""
+    run, repeats, seconds = repeated(run)
+    peer_times: dict[str, list[float]] = {name: [] for name in runs}
+    timed = {name: repeated(peer) for name, peer in runs.items()}
+    seconds += sum(peer.seconds for peer in timed.values())
+    rounds = max(math.ceil(7 / passes), min(21 // passes, int(ENOUGH / passes / seconds)))
+    others = cores_used_by_others(
+        lambda: benchmark.pedantic(run, setup=lambda: time_each(timed, peer_times), rounds=rounds, warmup_rounds=1)
+    )
+    times.ours.append(np.array(benchmark.stats.stats.data) / repeats)
+    # The first of each was the warm-up.
+    times.peers.append({name: np.array(seconds[1 : rounds + 1]) for name, seconds in peer_times.items()})
+    times.others.append(others)
+    known = [share for share in times.others if share is not None]
+    return sum(map(len, times.ours)), max(known) if known else None
 
 
 def synchronised(run: Run, device: str) -> Run:
@@ -175,16 +219,26 @@ def time_each(runs: dict[str, Repeated], times: dict[str, list[float]]) -> None:
     time.sleep(PAUSE)
 
 
-def spread(ratios: npt.NDArray[np.float64]) -> dict[str, Any]:
-    """Median of the ratios [rounds], the 90 % interval of that median by bootstrap, and is it wider than WIDEST?"""
-    resampled = np.random.default_rng(0).choice(ratios, size=(2000, len(ratios)))
+def spread(passes: list[npt.NDArray[np.float64]]) -> dict[str, Any]:
+    """Median of the ratios of all passes, its 90 % interval, and is that wider than WIDEST?
+
+    The interval is the bootstrap's, made wider where the passes lie further apart than their rounds do: Student's
+    interval for the mean of their medians.
+    """
+    generator = np.random.default_rng(0)
+    resampled = np.concatenate([generator.choice(ratios, size=(2000, len(ratios))) for ratios in passes], axis=1)
     low, high = np.quantile(np.median(resampled, axis=1), (0.05, 0.95)).tolist()
-    ratio = float(np.median(ratios))
+    ratio = float(np.median(np.concatenate(passes)))
+    if len(passes) in STUDENT:
+        medians = np.log([np.median(ratios) for ratios in passes])
+        reach = STUDENT[len(passes)] * medians.std(ddof=1) / math.sqrt(len(passes))
+        low = min(low, float(np.exp(medians.mean() - reach)))
+        high = max(high, float(np.exp(medians.mean() + reach)))
     return {"ratio": ratio, "interval": [low, high], "wide": low < ratio * (1 - WIDEST) or high > ratio * (1 + WIDEST)}
 
 
-def rate(work: int, seconds: npt.NDArray[np.float64]) -> dict[str, float]:
-    return {"rate": work / float(np.median(seconds))}
+def rate(work: int, passes: list[npt.NDArray[np.float64]]) -> dict[str, float]:
+    return {"rate": work / float(np.median(np.concatenate(passes)))}
 
 
 def cores_used_by_others(timed: Run) -> float | None:
@@ -233,7 +287,15 @@ def script(name: str, *arguments: str) -> dict[str, Any]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--passes", type=int, default=3, help="how many times all benchmarks run")
     parser.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where benchmarks run")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Every benchmark once per pass; by the scope, one pass is over before the next begins."""
+    if "which_pass" in metafunc.fixturenames:
+        passes = range(metafunc.config.getoption("passes"))
+        metafunc.parametrize("which_pass", passes, ids=lambda number: f"pass{number}", scope="session")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -69,8 +69,7 @@ class Task:
             size=options.size,
             codewords=self.rule.codewords[0],
         )
-        first = Experiment(self.settings)
-        self.items, self.images, self.config = first.items, first.images, override(first.config, options.set)
+        self.config, self.images = override(self.settings.config, options.set), not self.settings.of_features
 
     def run(self, seed: int, peers: bool, ablation: str = "none") -> Run:
         """Trains as many models as the protocol says, one as a rule, and evaluates them."""
@@ -80,25 +79,26 @@ class Task:
             settings = dataclasses.replace(self.settings, codewords=codewords, ablation=ablation)
             experiment = Experiment(settings, dataclasses.replace(self.config, seed=seed))
             if self.options.validate:
-                experiment.split = halves(experiment.split.train, self.items.labels, seed)
+                experiment.split = halves(experiment.split.train, experiment.items.labels, seed)
             folder = self.options.run and self.options.run / f"{ablation}-{codewords}-{seed}"
             start = time.perf_counter()
             model, _ = experiment.train(folder)
             add(seconds, "ours", time.perf_counter() - start)
             x = {name: experiment.features(model, part) for name, part in experiment.split._asdict().items()}
-            self.evaluate(model, x, experiment.split, values, seconds, peers)
+            self.evaluate(model, x, experiment, values, seconds, peers)
         return Run(values, seconds)
 
     def evaluate(
         self,
         model: Model,
         x: dict[str, Tensor],
-        rows: Split,
+        experiment: Experiment,
         values: dict[str, list[float]],
         seconds: dict[str, float],
         peers: bool,
     ) -> None:
-        labels, query_labels = self.items.labels[rows.database], self.items.labels[rows.query]
+        rows, of_items = experiment.split, experiment.items.labels
+        labels, query_labels = of_items[rows.database], of_items[rows.query]
         R, several = self.rule.R, len(self.rule.codewords) > 1
         codes = model.quantizer.encode(x["database"])
         for metric, name in (("l2", "ours"), ("ip", "ours, ranked by inner product")):

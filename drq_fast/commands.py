@@ -50,11 +50,11 @@ def fit(options: argparse.Namespace) -> Result:
     _not_inside(run, options.vectors)
     seed = checks.seed("fit", options.seed) or 0
     layer = RecurrentQuantizer(vectors.dim, options.codewords, options.levels, scale=options.scale)
-    run.make()
     run.vacant(run.model, options.force)
     default = max(1 << 16, 256 * layer.codewords)
     sample = default if options.sample is None else checks.integer("fit", "sample", options.sample, 1)
     x = vectors.sample(sample, seed)
+    run.make()
     errors = layer.fit(x, rounds=options.rounds, beam=options.beam, sample=len(x), seed=seed)
     config = {
         "command": "fit",
@@ -152,10 +152,8 @@ def train(options: argparse.Namespace) -> Result:
         paths["backbone"] = str(Path(given["backbone"]).resolve())
     given |= paths
     settings = Settings(**{name: value for name, value in given.items() if name in _fields(Settings)})
-    experiment = Experiment(settings)
-    config = {name: value for name, value in given.items() if name in _fields(Config)}
-    if config:
-        experiment = Experiment(settings, dataclasses.replace(experiment.config, **config))
+    changes = {name: value for name, value in given.items() if name in _fields(Config)}
+    experiment = Experiment(settings, dataclasses.replace(settings.config, **changes))
     whole = {"command": "train", **dataclasses.asdict(settings), **dataclasses.asdict(experiment.config)}
     whole = json.loads(json.dumps(whole)) | {"drq_fast": __version__}
     run.make()

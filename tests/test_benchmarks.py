@@ -135,7 +135,7 @@ def outcome(folder: Path) -> Outcome:
 
 def test_only_what_agrees_leaves_a_figure(outcome: Outcome) -> None:
     assert list(outcome.file["figures"]) == ["bench_right"]
-    assert "3 failed, 1 passed" in outcome.text
+    assert "3 failed, 3 passed, 6 skipped" in outcome.text
     reasons = [line for line in outcome.text.splitlines() if line.startswith("E ")]
     assert sum("ours disagrees with the reference at {'N': 10}: nothing is timed" in line for line in reasons) == 2
 
@@ -152,6 +152,7 @@ def test_ratio_interval_and_rate(outcome: Outcome) -> None:
     assert ours["rate"] > 2 * slow["rate"] > 0
     assert outcome.right["unit"] == "numbers"
     assert 7 <= outcome.right["rounds"] <= 21
+    assert outcome.right["passes"] == 3
 
 
 def test_interval_that_is_too_wide_is_marked(outcome: Outcome) -> None:
@@ -161,10 +162,19 @@ def test_interval_that_is_too_wide_is_marked(outcome: Outcome) -> None:
 
 def test_how_wide_is_too_wide() -> None:
     spread = load("conftest").spread
-    assert spread(np.ones(7)) == {"ratio": 1.0, "interval": [1.0, 1.0], "wide": False}
-    assert not spread(np.array([0.8, 0.8, 0.8, 1.0, 1.2, 1.2, 1.2]))["wide"]
-    assert spread(np.array([0.7, 0.7, 0.7, 1.0, 1.0, 1.0, 1.0]))["wide"]
-    assert spread(np.array([1.0, 1.0, 1.0, 1.0, 1.3, 1.3, 1.3]))["wide"]
+    assert spread([np.ones(7)]) == {"ratio": 1.0, "interval": [1.0, 1.0], "wide": False}
+    assert not spread([np.array([0.8, 0.8, 0.8, 1.0, 1.2, 1.2, 1.2])])["wide"]
+    assert spread([np.array([0.7, 0.7, 0.7, 1.0, 1.0, 1.0, 1.0])])["wide"]
+    assert spread([np.array([1.0, 1.0, 1.0, 1.0, 1.3, 1.3, 1.3])])["wide"]
+
+
+def test_passes_that_differ_widen_the_interval() -> None:
+    spread = load("conftest").spread
+    near = spread([np.full(3, 1.0), np.full(3, 1.01), np.full(3, 0.99)])["interval"]
+    far = spread([np.full(3, 1.0), np.full(3, 1.1), np.full(3, 0.9)])["interval"]
+    assert near[0] == pytest.approx(np.exp(-2.92 * np.std(np.log([1, 1.01, 0.99]), ddof=1) / 3**0.5), rel=1e-3)
+    assert far[0] < 0.85
+    assert far[1] > 1.15
 
 
 def test_quality_of_ours_and_the_peers(outcome: Outcome) -> None:

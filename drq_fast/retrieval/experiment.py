@@ -15,7 +15,7 @@ from ..quantizer import RecurrentQuantizer
 from ..run import Run
 from . import datasets
 from .backbones import AlexNet, EfficientNetLite0, Precomputed
-from .datasets import FeatureArray, Items
+from .datasets import Items
 from .model import ABLATIONS, Model
 from .protocols import PROTOCOLS, Split, split
 from .train import Config, features, train
@@ -68,6 +68,16 @@ class Settings:
                 )
             object.__setattr__(self, "codewords", known[0])
 
+    @property
+    def of_features(self) -> bool:
+        """Are the data features, not images?"""
+        return Path(self.data[0]).suffix in (".npy", ".npz")
+
+    @property
+    def config(self) -> Config:
+        """How such data are trained by default."""
+        return FROM_FEATURES if self.of_features else FROM_IMAGES
+
 
 class Experiment:
     """Items, their split and the network that the settings describe."""
@@ -75,8 +85,7 @@ class Experiment:
     def __init__(self, settings: Settings, config: Config | None = None) -> None:
         self.settings = settings
         self.items = read_items(settings)
-        self.images = not isinstance(self.items, FeatureArray)
-        self.config = config or (FROM_IMAGES if self.images else FROM_FEATURES)
+        self.config = config or settings.config
         self.words = datasets.read_words(settings.words, self.items.classes)
         self.split: Split = split(
             settings.protocol,
@@ -117,7 +126,7 @@ class Experiment:
 
     def _backbone(self) -> nn.Module:
         settings = self.settings
-        if not self.images:
+        if settings.of_features:
             width = self.items[[0]].shape[1]
             plain = settings.ablation == "unsupervised"
             return Precomputed(width) if plain else Precomputed(width, settings.hidden, settings.dropout)
@@ -174,7 +183,7 @@ def read_items(settings: Settings) -> Items:
             checks.fail("train", "data", "one folder, or files", f"{len(settings.data)} with a folder first")
         cifar = any((first / f"data_batch_1{suffix}").exists() for suffix in ("", ".bin"))
         return datasets.cifar10(first) if cifar else datasets.image_folder(first)
-    if first.suffix in (".npy", ".npz"):
+    if settings.of_features:
         if len(settings.data) > 1:
             checks.fail("train", "data", "one file of features", len(settings.data))
         return datasets.features(first, settings.labels)

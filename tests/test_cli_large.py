@@ -1,0 +1,79 @@
+"""Ten million vectors from the shell, in less memory than they take on disk, and again after a kill half-way."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+N, D, QUERIES = 10_000_000, 64, 100
+LIMIT = 2 << 30  # bytes
+
+
+def write_vectors(path: Path) -> None:
+    """N x D float32, clustered, a block at a time."""
+    rng = np.random.default_rng(0)
+    centres = rng.normal(size=(1000, D)).astype(np.float32)
+    out = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(N, D))
+    for first in range(0, N, 100_000):
+        noise = rng.standard_normal((100_000, D), dtype=np.float32)
+        out[first : first + 100_000] = centres[rng.integers(1000, size=100_000)] + 0.5 * noise
+    out.flush()
+
+
+def shell(folder: Path, *arguments: str) -> tuple[str, int]:
+    """(stdout, peak bytes of memory) of a command."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "drq_fast", *arguments], cwd=folder, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    out = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    return out, usage.ru_maxrss * 1024
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "wait4"), reason="no wait4 here")
+def test_ten_million_vectors(tmp_path):
+    if os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize < 4 << 30:
+        pytest.skip("less than 4 GB of disk are free")
+    write_vectors(tmp_path / "x.npy")
+    rows = np.load(tmp_path / "x.npy", mmap_mode="r")
+    np.save(tmp_path / "q.npy", rows[:: N // QUERIES] + 0.01)
+    peaks = {}
+    _, peaks["fit"] = shell(tmp_path, "fit", "run", "x.npy", "--rounds", "30")
+
+    killed = subprocess.Popen([sys.executable, "-m", "drq_fast", "encode", "run", "x.npy"], cwd=tmp_path)
+    state = tmp_path / "run/codes.partial.json"
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline and (not state.exists() or json.loads(state.read_text())["done"] < N // 3):
+        time.sleep(0.05)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not (tmp_path / "run/codes.npy").exists()
+    assert N // 3 <= json.loads(state.read_text())["done"] < N
+
+    _, peaks["encode"] = shell(tmp_path, "encode", "run", "x.npy")
+    resumed = np.load(tmp_path / "run/codes.npy")
+    _, peaks["encode again"] = shell(tmp_path, "encode", "run", "x.npy", "--force")
+    assert np.array_equal(resumed, np.load(tmp_path / "run/codes.npy"))
+    assert resumed.shape == (N, 4)
+    _, peaks["index"] = shell(tmp_path, "index", "run")
+    out, peaks["search"] = shell(tmp_path, "search", "run", "q.npy", "-k", "100", "--json")
+    found = json.loads(out)["ids"]
+    assert len(found) == QUERIES
+    own = [number * (N // QUERIES) in ids for number, ids in enumerate(found)]
+    assert sum(own) > QUERIES // 2
+    out, peaks["evaluate"] = shell(tmp_path, "evaluate", "run", "--queries", "q.npy", "--json")
+    recalls = [row["recall"] for row in json.loads(out)["lengths"]]
+    assert recalls == sorted(recalls)
+    print({name: f"{peak / 1e9:.2f} GB" for name, peak in peaks.items()})
+    assert max(peaks.values()) < LIMIT
