@@ -154,12 +154,12 @@ def image_list(
 def features(path: Source, labels: Source | np.ndarray | None = None) -> FeatureArray:
     """Features from `.npy` [N, D], which stays on disk, with labels from a `.npy` beside it; or from `.npz`.
 
-    An `.npz` holds x, label and, where x is of integers, step [D], the size of one. Labels are class numbers [N] or
-    flags [N, C].
+    An `.npz` holds x, label and, where x is of integers, step [D], the size of one; and perhaps classes [C], their
+    names. Labels are class numbers [N] or flags [N, C].
     """
     file = Path(path)
     pack = _numpy(file)
-    step = None
+    step = names = None
     if isinstance(pack, np.ndarray):
         x, label = pack, labels
         if label is None:
@@ -169,7 +169,7 @@ def features(path: Source, labels: Source | np.ndarray | None = None) -> Feature
         if missing:
             raise FileError(f"datasets: {file} has no array {sorted(missing)[0]!r}.")
         x, label = pack["x"], pack["label"] if labels is None else labels
-        step = pack["step"] if "step" in pack.files else None
+        step, names = (pack[name] if name in pack.files else None for name in ("step", "classes"))
     label = label if isinstance(label, np.ndarray) else _numpy(Path(label))
     if label.ndim == 0:
         raise FileError(
@@ -185,7 +185,9 @@ def features(path: Source, labels: Source | np.ndarray | None = None) -> Feature
         )
     flags = _flags(file, label)
     step = None if step is None else step.astype(np.float32)
-    return FeatureArray(x, flags, [str(c) for c in range(flags.shape[1])], step)
+    if names is not None and (names.dtype.kind != "U" or names.shape != flags.shape[1:]):
+        raise FileError(f"datasets: {file} must have the names of {flags.shape[1]} classes, got {list(names.shape)}.")
+    return FeatureArray(x, flags, [str(c) for c in range(flags.shape[1])] if names is None else names.tolist(), step)
 
 
 def _flags(file: Path, label: np.ndarray) -> Tensor:

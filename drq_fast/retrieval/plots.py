@@ -1,0 +1,238 @@
+"""The figures of a report. Needs matplotlib and scikit-learn; the same runs give the same files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+import torch
+from matplotlib.colors import to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patheffects import withStroke
+
+from .experiment import Experiment
+
+if TYPE_CHECKING:
+    from .report import Part
+
+_COLOURS = ("#c00020", "#0b5fa5")  # of the run and of the one beside it
+_STYLE = {
+    "svg.hashsalt": "drq_fast",
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.alpha": 0.3,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": "small",
+}
+_NAMED = 20  # classes with a colour of their own
+_COMPONENTS = 50  # that t-SNE starts from
+_SEED = 0
+
+
+def draw(folder: Path, parts: Sequence[Part], experiment: Experiment | None, points: int) -> dict[str, str]:
+    """Writes every figure that the runs have something for; returns captions by file name."""
+    figures: dict[str, tuple[Callable[[Sequence[Part]], Any], str]] = {}
+    if experiment is not None:
+        figures |= {
+            "map.svg": (_by_bits, f"{parts[0].measured} by code length"),
+            "precision_recall.svg": (_precision_recall, "Precision against recall, by code length"),
+            "precision.svg": (_precision, "Precision among the first R, by code length"),
+        }
+    else:
+        figures["recall.svg"] = (_by_bits, f"{parts[0].measured} by code length")
+    figures |= {
+        "error.svg": (_error, "What is left of the features after each level"),
+        "usage.svg": (_usage, "How often each codeword is used, by level"),
+    }
+    drawn = {}
+    with matplotlib.rc_context(_STYLE):
+        for name, (make, caption) in figures.items():
+            _save(make(parts), folder / name, caption)
+            drawn[name] = caption
+        if experiment is not None and points:
+            caption = f"t-SNE of the decoded codes of {min(points, len(parts[0].codes)):,} database items"
+            _save(_tsne(parts, experiment, points), folder / "tsne.png", caption)
+            drawn["tsne.png"] = caption
+    return drawn
+
+
+def _save(figure: Any, path: Path, title: str) -> None:
+    """The same bytes for the same figures: without a date."""
+    figure.suptitle(title, fontsize="medium", fontweight="bold")
+    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+    figure.savefig(path, metadata=metadata, facecolor="white", dpi=130)
+
+
+def _axes(xlabel: str, ylabel: str) -> tuple[Any, Any]:
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    return figure, axes
+
+
+def _by_bits(parts: Sequence[Part]) -> Any:
+    figure, axes = _axes("bits per vector", parts[0].measured)
+    lines = []
+    for part, colour in zip(parts, _COLOURS, strict=False):
+        lengths, values = _curve(part, part.measure)
+        axes.plot(lengths, values, "o-", color=colour, linewidth=2.4, markersize=7, label=part.name)
+        for x, y in zip(lengths, values, strict=True):
+            _note(axes, y, (x, y), (0, -17), colour, ha="center")
+        exact = part.metrics.get("exact")
+        if exact:
+            text = f"{part.name}, exact ({4 * part.layer.dim:,} bytes)"
+            lines.append(axes.axhline(exact[part.measure], color=colour, linestyle="--", linewidth=1.2, label=text))
+    axes.set_xticks(sorted({bits for part in parts for bits in _curve(part, part.measure)[0]}))
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(0, low - 0.12 * (high - low)), min(1.01, high + 0.02 * (high - low)))
+    if len(parts) > 1 or lines:
+        figure.legend(loc="outside lower center", ncols=2)
+    return figure
+
+
+def _note(
+    axes: Any, value: float, place: tuple[float, float], shift: tuple[int, int], colour: str, **align: str
+) -> None:
+    """A number beside its point, legible over lines."""
+    halo = [withStroke(linewidth=4, foreground="white")]
+    options = {"textcoords": "offset points", "fontsize": "small", "color": colour, "path_effects": halo}
+    axes.annotate(f"{value:.3f}", place, shift, **options, **align)
+
+
+def _curve(part: Part, key: str) -> tuple[list[int], list[float]]:
+    rows = part.metrics["lengths"]
+    return [row["bits"] for row in rows], [row[key] for row in rows]
+
+
+def _precision_recall(parts: Sequence[Part]) -> Any:
+    figure, axes = _axes("recall", "precision")
+    for part, colour, row, shade in _rows(parts):
+        precision = row["precision_at_recall"]
+        recall = np.arange(1, len(precision) + 1) / len(precision)
+        axes.plot(recall, precision, color=shade, linewidth=2, label=f"{part.name}, {row['bits']} bits")
+    axes.set(xlim=(0, 1), ylim=(0, 1.02))
+    figure.legend(loc="outside lower center", ncols=len(parts) if len(parts) > 1 else 2)
+    return figure
+
+
+def _precision(parts: Sequence[Part]) -> Any:
+    figure, axes = _axes("R, items looked at", "precision")
+    for part, colour, row, shade in _rows(parts):
+        axes.plot(
+            part.metrics["depths"],
+            row["precision"],
+            "o-",
+            color=shade,
+            linewidth=2,
+            markersize=4,
+            label=f"{part.name}, {row['bits']} bits",
+        )
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_ylim(top=1.02)
+    figure.legend(loc="outside lower center", ncols=len(parts) if len(parts) > 1 else 2)
+    return figure
+
+
+def _rows(parts: Sequence[Part]) -> list[tuple[Part, str, dict[str, Any], Any]]:
+    """Every length of every run with a shade of its colour, darker where it is longer."""
+    found = []
+    for part, colour in zip(parts, _COLOURS, strict=False):
+        rows = part.metrics["lengths"]
+        found += [(part, colour, row, _shade(colour, (n + 1) / len(rows))) for n, row in enumerate(rows)]
+    return found
+
+
+def _shade(colour: str, part: float) -> tuple[float, ...]:
+    strength = 0.25 + 0.75 * part
+    return tuple(1 - strength * (1 - value) for value in to_rgb(colour))
+
+
+def _error(parts: Sequence[Part]) -> Any:
+    figure, axes = _axes("level", "relative squared error")
+    for part, colour in zip(parts, _COLOURS, strict=False):
+        errors = [1.0, *(row["error"] for row in part.metrics["lengths"])]
+        axes.plot(range(len(errors)), errors, "o-", color=colour, linewidth=2.4, markersize=7, label=part.name)
+        _note(axes, errors[-1], (len(errors) - 1, errors[-1]), (9, 0), colour, va="center")
+    levels = max(part.layer.levels for part in parts)
+    axes.set_xticks(range(levels + 1), ["none", *map(str, range(1, levels + 1))])
+    axes.set(xlim=(-0.2, levels + 0.5), ylim=(0, 1.05))
+    if len(parts) > 1:
+        axes.legend()
+    return figure
+
+
+def _usage(parts: Sequence[Part]) -> Any:
+    figure = Figure(figsize=(5.6 * len(parts) + 0.8, 4.2), layout="constrained")
+    panels = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
+    for axes, part, colour in zip(panels, parts, _COLOURS, strict=False):
+        levels = part.usage()
+        for n, level in enumerate(levels, 1):
+            share = 100 * np.array(level["counts"]) / max(sum(level["counts"]), 1)
+            label = f"level {level['level']}: {level['used']:,} used, perplexity {level['perplexity']:.0f}"
+            ranks = np.arange(1, len(share) + 1)
+            axes.plot(ranks, share, color=_shade(colour, n / len(levels)), linewidth=2, label=label)
+        K = part.layer.codewords
+        axes.axhline(100 / K, color="#555555", linestyle=":", linewidth=1.4, label=f"all {K:,} alike")
+        axes.set(xlabel="codewords, the most used first", title=part.name)
+        axes.title.set_fontsize("medium")
+        axes.legend()
+    panels[0].set_ylabel("% of the items")
+    return figure
+
+
+def _tsne(parts: Sequence[Part], experiment: Experiment, points: int) -> Any:
+    """One panel per run, of the same items, coloured by class."""
+    labels = experiment.items.labels[experiment.split.database]
+    rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SEED))[:points].sort().values
+    names, colours, kind = _kinds(labels[rows].numpy(), experiment.items.classes)
+    figure = Figure(figsize=(5.4 * len(parts) + 1.6, 5.2), layout="constrained")
+    panels = figure.subplots(1, len(parts), squeeze=False)[0]
+    for axes, part in zip(panels, parts, strict=True):
+        place = embed(part.layer.decode(part.codes[rows]).numpy())
+        for n, (name, colour) in enumerate(zip(names, colours, strict=True)):
+            x, y = place[kind == n].T
+            axes.scatter(x, y, s=60 / len(rows) ** 0.3, color=colour, linewidths=0, label=name)
+        axes.set(xticks=[], yticks=[], aspect="equal", title=f"{part.name}: {part.measured} {_last(part)}")
+        axes.title.set_fontsize("medium")
+        axes.spines[:].set_visible(False)
+    handles, texts = panels[0].get_legend_handles_labels()
+    figure.legend(handles, texts, loc="outside right center", title="class", markerscale=3)
+    return figure
+
+
+def _last(part: Part) -> str:
+    row = part.metrics["lengths"][-1]
+    return f"{row[part.measure]:.3f} with {row['bits']} bits"
+
+
+def _kinds(labels: np.ndarray, classes: Sequence[str]) -> tuple[list[str], list[Any], np.ndarray]:
+    """labels [n, C] to names and colours of what is told apart, and the number of each item's; several: its first."""
+    colours = list(matplotlib.colormaps["tab10" if len(classes) <= 10 else "tab20"].colors)
+    common = sorted(np.argsort(-labels.sum(axis=0), kind="stable")[:_NAMED].tolist())
+    flags = labels[:, common]
+    kind = np.where(flags.any(axis=1), flags.argmax(axis=1), len(common))
+    names = [classes[c] for c in common]
+    if (kind == len(common)).any():
+        names.append("others")
+        colours = [*colours[: len(common)], "#bbbbbb"]
+    return names, colours[: len(names)], kind
+
+
+def embed(x: np.ndarray) -> np.ndarray:
+    """Vectors [n, D] to places [n, 2]: t-SNE of their first 50 principal components."""
+    from sklearn.decomposition import PCA
+    from sklearn.manifold import TSNE
+
+    if len(x) < 4:
+        return np.zeros((len(x), 2))
+    components = min(_COMPONENTS, *x.shape)
+    reduced = PCA(components, svd_solver="full" if components < _COMPONENTS else "auto", random_state=_SEED)
+    perplexity = min(30.0, (len(x) - 1) / 3)
+    return TSNE(perplexity=perplexity, random_state=_SEED).fit_transform(reduced.fit_transform(x))

@@ -1,0 +1,293 @@
+"""The report of a run: tables, figures and a page with retrieved images, in a folder that is whole or not there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import checks
+from ..files import FileError
+from ..quantizer import RecurrentQuantizer
+from ..run import Run
+from . import page
+from .experiment import Experiment
+from .protocols import PROTOCOLS
+
+_PACKAGES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "PIL": "pillow"}
+_SAME_SPLIT = ("command", "data", "labels", "root", "protocol", "train", "query", "seed")
+_SAME_ANSWERS = ("kind", "metric", "R", "k", "queries", "database")
+
+
+class Part(NamedTuple):
+    """One run of a report: its name, settings, figures, model, codes [N, levels] and what these are the codes of."""
+
+    name: str
+    config: dict[str, Any]
+    metrics: dict[str, Any]
+    layer: RecurrentQuantizer
+    codes: Tensor
+    source: Any
+
+    @property
+    def labelled(self) -> bool:
+        """Trained with labels, not fitted without."""
+        return self.metrics["kind"] == "labels"
+
+    @property
+    def measure(self) -> str:
+        """The name of the figure that counts, as metrics.json has it."""
+        return "mAP" if self.labelled else "recall"
+
+    @property
+    def measured(self) -> str:
+        """The same as people write it."""
+        return f"mAP@{self.metrics['R']:,}" if self.labelled else f"recall@{self.metrics['k']}"
+
+    def usage(self) -> list[dict[str, Any]]:
+        """How evenly each level uses the codewords: perplexity is 2**entropy, at most their number."""
+        levels = []
+        for level, counts in enumerate(self.layer.usage(self.codes), 1):
+            share = counts.double() / max(int(counts.sum()), 1)
+            share = share[share > 0]
+            entropy = max(0.0, -float((share * share.log2()).sum()))
+            levels.append(
+                {
+                    "level": level,
+                    "used": len(share),
+                    "codewords": self.layer.codewords,
+                    "entropy": entropy,
+                    "perplexity": 2**entropy,
+                    "counts": counts.sort(descending=True).values.tolist(),
+                }
+            )
+        return levels
+
+
+def write(
+    run: Run,
+    *,
+    beside: Run | None = None,
+    images: Path | None = None,
+    queries: int = 12,
+    points: int = 5000,
+    force: bool = False,
+) -> list[Path]:
+    """Writes RUN/report and returns its files; what is there is replaced only with `force`.
+
+    beside: another run on the same data, shown in the same tables and figures. images: pixels for the page where the
+    data are features. queries: how many the page has. points: database items in the t-SNE picture, 0 for none.
+    """
+    _need_packages()
+    from . import plots  # needs them
+
+    folder = run.folder / "report"
+    parts = [_part(run)]
+    run.vacant(folder, force)
+    if beside is not None:
+        parts.append(_part(beside))
+        _same_data(parts[0], parts[1], beside)
+        parts = _distinct_names(parts, (run, beside))
+    first = parts[0]
+    experiment = Experiment.of(run) if first.labelled else None
+    pixels = _pixels(experiment, images)
+    run.make()
+    with _replaced(folder) as partial:
+        drawn = plots.draw(partial, parts, experiment, points)
+        if experiment is None:
+            warnings.warn("a fitted run has no labels, so there is no page.html.", stacklevel=2)
+        else:
+            text = page.build(first, parts[1:], experiment, page.query_features(run, first.layer.dim), pixels, queries)
+            (partial / "page.html").write_text(text, encoding="utf-8")
+        facts = _facts(parts, experiment)
+        (partial / "report.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (partial / "report.md").write_text(_markdown(parts, facts, drawn, experiment), encoding="utf-8")
+        names = sorted(path.name for path in partial.iterdir())
+    return [folder / name for name in names]
+
+
+def _need_packages() -> None:
+    for module, package in _PACKAGES.items():
+        if importlib.util.find_spec(module) is None:
+            raise ModuleNotFoundError(
+                f"report: {package} is not installed; `pip install 'drq_fast[report]'` installs what a report needs."
+            )
+
+
+def _part(run: Run) -> Part:
+    layer = run.quantizer()
+    config = run.read_json(run.config, "train")
+    metrics = run.read_json(run.metrics, "evaluate")
+    codes, made_by = run.load_codes()
+    whole = metrics.get("kind") in ("labels", "neighbours") and metrics.get("database") == len(codes)
+    if not whole or len(metrics.get("lengths", ())) != layer.levels:
+        raise FileError(f"report: {run.metrics} is not of the codes in {run.folder}; evaluate again with --force.")
+    name, ablation = run.folder.resolve().name, config.get("ablation", "none")
+    name = name if ablation in ("none", name) else f"{name} ({ablation})"
+    return Part(name, config, metrics, layer, codes, made_by.get("source"))
+
+
+def _same_data(first: Part, other: Part, beside: Run) -> None:
+    """Refuses to compare runs that were not asked the same."""
+    mine, theirs = ({**_split(part), **_answers(part)} for part in (first, other))
+    for name in mine:
+        if mine[name] != theirs[name]:
+            expected = "a run on the same data with the same split"
+            got = f"{beside.folder}, whose {name} is {theirs[name]} and not {mine[name]}"
+            checks.fail("report", "beside", expected, got)
+
+
+def _split(part: Part) -> dict[str, Any]:
+    """What decides which items a trained run learns from, asks with and ranks."""
+    if not part.labelled:
+        return {"command": part.config.get("command"), "vectors": part.source}
+    split = {name: part.config.get(name) for name in _SAME_SPLIT}
+    rule = PROTOCOLS[part.config["protocol"]]
+    defaults = {"train": rule.train, "query": rule.query}
+    return split | {name: count for name, count in defaults.items() if split[name] is None}
+
+
+def _answers(part: Part) -> dict[str, Any]:
+    return {name: part.metrics.get(name) for name in _SAME_ANSWERS}
+
+
+def _distinct_names(parts: list[Part], runs: Iterable[Run]) -> list[Part]:
+    if parts[0].name != parts[1].name:
+        return parts
+    return [part._replace(name=str(run.folder)) for part, run in zip(parts, runs, strict=True)]
+
+
+def _pixels(experiment: Experiment | None, images: Path | None) -> page.Pixels | None:
+    """Where the page's images come from."""
+    if images is not None and (experiment is None or experiment.images):
+        whose = "a fitted run, which has no page" if experiment is None else "a run on images, which has its own"
+        checks.fail("report", "images", f"left out for {whose}", images)
+    if experiment is None:
+        return None
+    if experiment.images:
+        return page.item_pixels(experiment.items)
+    return None if images is None else page.array_pixels(images, len(experiment.items))
+
+
+@contextmanager
+def _replaced(folder: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `folder` once it is whole."""
+    partial, old = folder.with_name("report.partial"), folder.with_name("report.old")
+    shutil.rmtree(partial, ignore_errors=True)  # of a report that was killed
+    shutil.rmtree(old, ignore_errors=True)
+    try:
+        partial.mkdir()
+        yield partial
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(partial, folder)
+    finally:
+        if old.exists() and not folder.exists():
+            os.replace(old, folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _facts(parts: Sequence[Part], experiment: Experiment | None) -> dict[str, Any]:
+    runs = [
+        {"name": part.name, "config": part.config, "metrics": part.metrics, "usage": part.usage()} for part in parts
+    ]
+    items = None
+    if experiment is not None:
+        counts = {name: len(rows) for name, rows in experiment.split._asdict().items()}
+        items = {**counts, "classes": list(experiment.items.classes)}
+    return {"runs": runs, "items": items, "page": None if experiment is None else "page.html"}
+
+
+def _markdown(
+    parts: Sequence[Part], facts: dict[str, Any], drawn: dict[str, str], experiment: Experiment | None
+) -> str:
+    first = parts[0]
+    names = [part.name for part in parts]
+    blocks = [f"# {' beside '.join(names)}", _summary(first, facts)]
+    if experiment is None:
+        blocks.append("A fitted run has no labels, so there is no page with retrieved images.")
+    else:
+        blocks.append("[page.html](page.html) shows what is retrieved at every code length; it opens in any browser.")
+    blocks += ["## By code length", _by_length(parts)]
+    blocks += [f"![{caption}]({file})\n\n{caption}" for file, caption in drawn.items()]
+    blocks += ["## Codewords in use", _usage_table(facts), "## What it was made of", _settings(parts)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _summary(part: Part, facts: dict[str, Any]) -> str:
+    last = part.metrics["lengths"][-1]
+    size, whole = f"{last['bytes']:,}", f"{4 * part.layer.dim:,}"
+    text = (
+        f"{part.metrics['queries']:,} queries, {part.metrics['database']:,} database items, metric "
+        f"{part.metrics['metric']}. With {last['bits']} bits, {size} bytes instead of {whole}, "
+        f"{part.measured} is {last[part.measure]:.4f}"
+    )
+    exact = part.metrics.get("exact")
+    text += f"; the features themselves reach {exact[part.measure]:.4f}." if exact else "."
+    if facts["items"]:
+        text += f" {len(facts['items']['classes'])} classes, {facts['items']['train']:,} training items."
+    return text
+
+
+def _by_length(parts: Sequence[Part]) -> str:
+    columns = [(part, what) for what in (parts[0].measured, "relative squared error") for part in parts]
+    head = ["bits", "bytes", *(f"{what}, {part.name}" if len(parts) > 1 else what for part, what in columns)]
+    found = [{row["bits"]: row for row in part.metrics["lengths"]} for part in parts]
+    lengths = {row["bits"]: row["bytes"] for part in parts for row in part.metrics["lengths"]}
+    rows = []
+    for bits, size in sorted(lengths.items()):
+        cells = [_number(by_bits.get(bits, {}).get(key)) for key in (parts[0].measure, "error") for by_bits in found]
+        rows.append([str(bits), f"{size:,}", *cells])
+    exact = [part.metrics.get("exact") or {} for part in parts]
+    if any(exact):
+        sizes = dict.fromkeys(f"{4 * part.layer.dim:,}" for part, row in zip(parts, exact, strict=True) if row)
+        cells = [_number(row.get(key)) for key in (parts[0].measure, "error") for row in exact]
+        rows.append(["exact", " and ".join(sizes), *cells])
+    return _table(head, rows)
+
+
+def _usage_table(facts: dict[str, Any]) -> str:
+    head = ["run", "level", "codewords in use", "entropy, bits", "perplexity"]
+    rows = [
+        [
+            run["name"],
+            str(level["level"]),
+            f"{level['used']:,} of {level['codewords']:,}",
+            f"{level['entropy']:.2f}",
+            f"{level['perplexity']:.1f}",
+        ]
+        for run in facts["runs"]
+        for level in run["usage"]
+    ]
+    return _table(head, rows)
+
+
+def _settings(parts: Sequence[Part]) -> str:
+    names = list(dict.fromkeys(name for part in parts for name in part.config))
+    rows = [[name, *(_value(part.config.get(name)) for part in parts)] for name in names]
+    return _table(["setting", *(part.name for part in parts)], rows)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None or not math.isfinite(value) else f"{value:.4f}"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value)
