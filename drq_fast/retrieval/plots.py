@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .report import Part
 
 _COLOURS = ("#c00020", "#0b5fa5")  # of the run and of the one beside it
-_STYLE = {
+_STYLE: Any = {
     "svg.hashsalt": "drq_fast",
     "font.size": 11,
     "axes.spines.top": False,
@@ -112,7 +112,7 @@ def _curve(part: Part, key: str) -> tuple[list[int], list[float]]:
 
 def _precision_recall(parts: Sequence[Part]) -> Any:
     figure, axes = _axes("recall", "precision")
-    for part, colour, row, shade in _rows(parts):
+    for part, row, shade in _rows(parts):
         precision = row["precision_at_recall"]
         recall = np.arange(1, len(precision) + 1) / len(precision)
         axes.plot(recall, precision, color=shade, linewidth=2, label=f"{part.name}, {row['bits']} bits")
@@ -123,7 +123,7 @@ def _precision_recall(parts: Sequence[Part]) -> Any:
 
 def _precision(parts: Sequence[Part]) -> Any:
     figure, axes = _axes("R, items looked at", "precision")
-    for part, colour, row, shade in _rows(parts):
+    for part, row, shade in _rows(parts):
         axes.plot(
             part.metrics["depths"],
             row["precision"],
@@ -140,12 +140,12 @@ def _precision(parts: Sequence[Part]) -> Any:
     return figure
 
 
-def _rows(parts: Sequence[Part]) -> list[tuple[Part, str, dict[str, Any], Any]]:
+def _rows(parts: Sequence[Part]) -> list[tuple[Part, dict[str, Any], Any]]:
     """Every length of every run with a shade of its colour, darker where it is longer."""
     found = []
     for part, colour in zip(parts, _COLOURS, strict=False):
         rows = part.metrics["lengths"]
-        found += [(part, colour, row, _shade(colour, (n + 1) / len(rows))) for n, row in enumerate(rows)]
+        found += [(part, row, _shade(colour, (n + 1) / len(rows))) for n, row in enumerate(rows)]
     return found
 
 
@@ -214,7 +214,8 @@ def _last(part: Part) -> str:
 
 def _kinds(labels: np.ndarray, classes: Sequence[str]) -> tuple[list[str], list[Any], np.ndarray]:
     """labels [n, C] to names and colours of what is told apart, and the number of each item's; several: its first."""
-    colours = list(matplotlib.colormaps["tab10" if len(classes) <= 10 else "tab20"].colors)
+    few = len(classes) <= 10
+    colours: list[Any] = [matplotlib.colormaps["tab10" if few else "tab20"](n) for n in range(10 if few else _NAMED)]
     common = sorted(np.argsort(-labels.sum(axis=0), kind="stable")[:_NAMED].tolist())
     flags = labels[:, common]
     kind = np.where(flags.any(axis=1), flags.argmax(axis=1), len(common))

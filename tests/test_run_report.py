@@ -1,0 +1,250 @@
+"""`drq-fast report`: what it writes, for which runs, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from drq_fast import cli
+from drq_fast.retrieval import page, report
+from drq_fast.run import Run
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+pytest.importorskip("PIL")
+
+N, CLASSES = 120, 3
+NETWORK = ["--hidden", "16", "--dim", "24", "--codewords", "8", "--levels", "3", "--epochs", "2", "1", "1"]
+COUNTS = ["--train", "15", "--query", "5"]
+LABELLED = {"map.svg", "precision_recall.svg", "precision.svg", "error.svg", "usage.svg", "tsne.png"}
+
+
+def command(*arguments: object) -> None:
+    assert cli.main([str(argument) for argument in arguments]) == 0
+
+
+def refused(capsys, *arguments: object) -> str:
+    """The one line that a command ends with."""
+    capsys.readouterr()
+    assert cli.main([str(argument) for argument in arguments]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.strip().splitlines()
+    assert len(lines) == 1
+    return lines[0]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with a trained run, one without labels beside it, one of another split, a fitted run and pixels."""
+    here = tmp_path_factory.mktemp("runs")
+    rng = np.random.default_rng(0)
+    label = np.arange(N) % CLASSES
+    x = (np.eye(CLASSES, 8)[label] + 0.3 * rng.normal(size=(N, 8))).astype(np.float32)
+    np.savez(here / "features.npz", x=x, label=label, classes=np.array(["owl", "</script>", "a & b"]))
+    np.save(here / "pixels.npy", rng.integers(256, size=(N, 6, 5, 3), dtype=np.uint8))
+    np.save(here / "vectors.npy", x)
+    data = ["--data", here / "features.npz", *COUNTS, *NETWORK]
+    command("train", here / "run", *data)
+    command("train", here / "plain", *data, "--ablation", "unsupervised")
+    command("train", here / "other", *data, "--seed", 1)
+    for name in ("run", "plain", "other"):
+        command("evaluate", here / name, *(["--exact"] if name == "run" else []))
+    command("fit", here / "fitted", here / "vectors.npy", "--codewords", 8, "--levels", 2, "--rounds", 2)
+    command("encode", here / "fitted", here / "vectors.npy")
+    command("evaluate", here / "fitted", "--queries", here / "vectors.npy", "-k", 3)
+    return here
+
+
+@pytest.fixture
+def runs(made, tmp_path) -> Path:
+    """A copy, to write to."""
+    for name in ("run", "plain", "other", "fitted"):
+        shutil.copytree(made / name, tmp_path / name)
+    for name in ("features.npz", "pixels.npy", "vectors.npy"):
+        (tmp_path / name).symlink_to(made / name)
+    return tmp_path
+
+
+def data_of(path: Path) -> dict:
+    text = path.read_text()
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.DOTALL)[1])
+
+
+def test_a_trained_run_beside_another(runs, capsys):
+    command("report", runs / "run", "--beside", runs / "plain", "--images", runs / "pixels.npy", "--points", 40)
+    folder = runs / "run" / "report"
+    assert {path.name for path in folder.iterdir()} == LABELLED | {"report.md", "report.json", "page.html"}
+    assert capsys.readouterr().out.split() == [str(path) for path in sorted(folder.iterdir())]
+    facts = json.loads((folder / "report.json").read_text())
+    assert [run["name"] for run in facts["runs"]] == ["run", "plain (unsupervised)"]
+    assert facts["runs"][0]["metrics"] == json.loads((runs / "run" / "metrics.json").read_text())
+    assert facts["items"]["classes"] == ["owl", "</script>", "a & b"]
+    text = (folder / "report.md").read_text()
+    rows = [line.split(" | ") for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
+    wanted = [
+        [f"{run['metrics']['lengths'][n][key]:.4f}" for key in ("mAP", "error") for run in facts["runs"]]
+        for n in range(3)
+    ]
+    assert [[cell.strip(" |") for cell in row[2:]] for row in rows] == wanted
+    assert [row[0].strip("| ") for row in rows] == ["3", "6", "9"]
+    for name in LABELLED:
+        assert f"]({name})" in text
+        assert (folder / name).stat().st_size > 5000
+    assert "| ablation | none | unsupervised |" in text
+
+
+def test_usage_is_counted_by_level(made):
+    part = report._part(Run(made / "run"))
+    codes = torch.zeros(8, 3, dtype=torch.uint8)
+    codes[:, 1] = torch.arange(8)
+    codes[4:, 2] = 3
+    one, all_alike, two = part._replace(codes=codes).usage()
+    assert (one["used"], one["entropy"], one["perplexity"]) == (1, 0.0, 1.0)
+    assert (all_alike["used"], all_alike["entropy"], all_alike["perplexity"]) == (8, 3.0, 8.0)
+    assert (two["used"], two["entropy"], two["counts"]) == (2, 1.0, [4, 4, 0, 0, 0, 0, 0, 0])
+
+
+def test_a_fitted_run_has_figures_and_no_page(runs, capsys):
+    command("report", runs / "fitted")
+    names = {path.name for path in (runs / "fitted" / "report").iterdir()}
+    assert names == {"recall.svg", "error.svg", "usage.svg", "report.md", "report.json"}
+    assert "a fitted run has no labels, so there is no page.html" in capsys.readouterr().err
+    text = (runs / "fitted" / "report" / "report.md").read_text()
+    assert "| bits | bytes | recall@3 | relative squared error |" in text
+    assert "no page" in text
+
+
+def test_the_same_runs_give_the_same_files(runs):
+    folder = runs / "run" / "report"
+    contents = []
+    for _ in range(2):
+        command("report", runs / "run", "--points", 40, "--force")
+        contents.append({path.name: path.read_bytes() for path in folder.iterdir()})
+    assert contents[0] == contents[1]
+
+
+def test_an_existing_report_is_replaced_only_with_force(runs, capsys):
+    old = runs / "run" / "report"
+    old.mkdir()
+    (old / "mine.txt").write_text("kept")
+    message = refused(capsys, "report", runs / "run", "--points", 0)
+    assert message.endswith("report is there already; --force replaces it.")
+    assert (old / "mine.txt").exists()
+    command("report", runs / "run", "--points", 0, "--force")
+    names = {path.name for path in old.iterdir()}
+    assert "mine.txt" not in names
+    assert "tsne.png" not in names
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_interrupted_report_leaves_what_was_there(runs, monkeypatch, error):
+    command("report", runs / "run", "--points", 0)
+    before = {path.name: path.read_bytes() for path in (runs / "run" / "report").iterdir()}
+    files = {path.name for path in (runs / "run").iterdir()}
+
+    def stop(*_: object) -> str:
+        raise error
+
+    monkeypatch.setattr(page, "build", stop)
+    with pytest.raises(error):
+        report.write(Run(runs / "run"), points=0, force=True)
+    assert {path.name: path.read_bytes() for path in (runs / "run" / "report").iterdir()} == before
+    assert {path.name for path in (runs / "run").iterdir()} == files
+
+
+def test_what_a_killed_report_left_is_cleared_away(runs):
+    (runs / "run" / "report.partial").mkdir()
+    (runs / "run" / "report.partial" / "half").write_text("")
+    command("report", runs / "run", "--points", 0)
+    assert not (runs / "run" / "report.partial").exists()
+    assert not (runs / "run" / "report" / "half").exists()
+
+
+def test_only_runs_with_the_same_split_stand_beside_each_other(runs, capsys):
+    message = refused(capsys, "report", runs / "run", "--beside", runs / "other")
+    expected = (
+        f"beside must be a run on the same data with the same split, got {runs / 'other'}, whose seed is 1 and not 0"
+    )
+    assert message == f"drq-fast report: {expected}."
+    message = refused(capsys, "report", runs / "run", "--beside", runs / "fitted")
+    assert message.endswith("whose command is fit and not train.")
+    assert not (runs / "run" / "report").exists()
+
+
+def test_counts_that_are_the_protocols_own_are_the_same_split(made):
+    part = report._part(Run(made / "run"))
+    config = part.config | {"train": None, "query": 100}
+    given, default = (
+        report._split(part._replace(config=config | {"train": train, "query": query}))
+        for train, query in ((500, 100), (None, None))
+    )
+    assert given == default
+
+
+@pytest.mark.parametrize(
+    ("array", "got"),
+    [
+        (np.zeros((N - 1, 4, 4), np.uint8), "uint8 [119, 4, 4]"),
+        (np.zeros((N, 4, 4), np.float32), "float32 [120, 4, 4]"),
+        (np.zeros((N, 3, 4, 4), np.uint8), "uint8 [120, 3, 4, 4]"),
+        (np.zeros((N, 16), np.uint8), "uint8 [120, 16]"),
+    ],
+)
+def test_pixels_of_the_wrong_shape(runs, capsys, array, got):
+    np.save(runs / "wrong.npy", array)
+    message = refused(capsys, "report", runs / "run", "--images", runs / "wrong.npy")
+    expected = "images must be uint8 [120, H, W] or [120, H, W, 3], a picture per item, got"
+    assert message == f"drq-fast report: {expected} {got}."
+
+
+def test_other_refusals(runs, capsys):
+    assert "nowhere.npy cannot be read" in refused(capsys, "report", runs / "run", "--images", runs / "nowhere.npy")
+    (runs / "text.npy").write_text("text")
+    assert "is not a whole .npy file" in refused(capsys, "report", runs / "run", "--images", runs / "text.npy")
+    message = refused(capsys, "report", runs / "fitted", "--images", runs / "pixels.npy")
+    assert "images must be left out for a fitted run" in message
+    (runs / "plain" / "queries.npy").unlink()
+    assert "queries.npy is not there; `drq-fast evaluate" in refused(capsys, "report", runs / "plain", "--points", 0)
+    (runs / "run" / "metrics.json").unlink()
+    message = refused(capsys, "report", runs / "run")
+    assert message.endswith(f"metrics.json is not there; `drq-fast evaluate {runs / 'run'}` makes it.")
+
+
+def test_figures_of_other_codes_are_refused(runs, capsys):
+    path = runs / "run" / "metrics.json"
+    metrics = json.loads(path.read_text())
+    path.write_text(json.dumps(metrics | {"database": 7}))
+    assert "evaluate again with --force" in refused(capsys, "report", runs / "run")
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(runs, capsys, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "sklearn" else find(name, *a))
+    expected = "scikit-learn is not installed; `pip install 'drq_fast[report]'` installs what a report needs."
+    assert refused(capsys, "report", runs / "run") == f"drq-fast report: {expected}"
+
+
+def test_images_of_a_folder_are_on_the_page(tmp_path, capsys):
+    from PIL import Image
+
+    for c, name in enumerate(("left", "right")):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for n in range(12):
+            Image.new("RGB", (20, 16), (200 * c, 10 * n, 0)).save(tmp_path / "images" / name / f"{n:02}.png")
+    data = ["--data", tmp_path / "images", "--train", 4, "--query", 2, "--codewords", 4, "--levels", 2]
+    command("train", tmp_path / "run", *data, "--size", 32, "--ablation", "unsupervised", "--no-amp")
+    command("evaluate", tmp_path / "run")
+    command("report", tmp_path / "run", "--points", 10, "--queries", 3)
+    data = data_of(tmp_path / "run" / "report" / "page.html")
+    assert len(data["queries"]) == 3
+    assert len(data["images"]) == len(set(data["images"])) == 3 + 12
+    message = refused(capsys, "report", tmp_path / "run", "--images", tmp_path / "run" / "codes.npy", "--force")
+    assert "images must be left out for a run on images" in message
