@@ -168,12 +168,12 @@ def _distinct_names(parts: list[Part], runs: Iterable[Run]) -> list[Part]:
 
 def _pixels(experiment: Experiment | None, images: Path | None) -> page.Pixels | None:
     """Where the page's images come from."""
-    if images is not None and (experiment is None or experiment.images):
+    if images is not None and (experiment is None or not experiment.settings.of_features):
         whose = "a fitted run, which has no page" if experiment is None else "a run on images, which has its own"
         checks.fail("report", "images", f"left out for {whose}", images)
     if experiment is None:
         return None
-    if experiment.images:
+    if not experiment.settings.of_features:
         return page.item_pixels(experiment.items)
     return None if images is None else page.array_pixels(images, len(experiment.items))
 
