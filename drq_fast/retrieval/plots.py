@@ -30,6 +30,7 @@ _STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": "small",
 }
+_LINES = 4  # of one run in a figure, where it has more levels
 _NAMED = 20  # classes with a colour of their own
 _COMPONENTS = 50  # that t-SNE starts from
 _SEED = 0
@@ -82,7 +83,7 @@ def _by_bits(parts: Sequence[Part]) -> Any:
     for part, colour in zip(parts, _COLOURS, strict=False):
         lengths, values = _curve(part, part.measure)
         axes.plot(lengths, values, "o-", color=colour, linewidth=2.4, markersize=7, label=part.name)
-        for x, y in zip(lengths, values, strict=True):
+        for x, y in _some(list(zip(lengths, values, strict=True))):
             _note(axes, y, (x, y), (0, -17), colour, ha="center")
         exact = part.metrics.get("exact")
         if exact:
@@ -141,12 +142,18 @@ def _precision(parts: Sequence[Part]) -> Any:
 
 
 def _rows(parts: Sequence[Part]) -> list[tuple[Part, dict[str, Any], Any]]:
-    """Every length of every run with a shade of its colour, darker where it is longer."""
+    """Lengths of every run, each with a shade of the run's colour, darker where it is longer."""
     found = []
     for part, colour in zip(parts, _COLOURS, strict=False):
-        rows = part.metrics["lengths"]
+        rows = _some(part.metrics["lengths"])
         found += [(part, row, _shade(colour, (n + 1) / len(rows))) for n, row in enumerate(rows)]
     return found
+
+
+def _some(rows: list[Any]) -> list[Any]:
+    """As many of them as a figure has room for, the first and the last among them."""
+    places = np.linspace(0, len(rows) - 1, min(len(rows), _LINES)).round().astype(int)
+    return [rows[place] for place in places]
 
 
 def _shade(colour: str, part: float) -> tuple[float, ...]:
@@ -162,7 +169,7 @@ def _error(parts: Sequence[Part]) -> Any:
         _note(axes, errors[-1], (len(errors) - 1, errors[-1]), (9, 0), colour, va="center")
     levels = max(part.layer.levels for part in parts)
     axes.set_xticks(range(levels + 1), ["none", *map(str, range(1, levels + 1))])
-    axes.set(xlim=(-0.2, levels + 0.5), ylim=(0, 1.05))
+    axes.set(xlim=(-0.2, 1.12 * levels), ylim=(0, 1.05))
     if len(parts) > 1:
         axes.legend()
     return figure
@@ -172,7 +179,7 @@ def _usage(parts: Sequence[Part]) -> Any:
     figure = Figure(figsize=(5.6 * len(parts) + 0.8, 4.2), layout="constrained")
     panels = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
     for axes, part, colour in zip(panels, parts, _COLOURS, strict=False):
-        levels = part.usage()
+        levels = _some(part.usage())
         for n, level in enumerate(levels, 1):
             share = 100 * np.array(level["counts"]) / max(sum(level["counts"]), 1)
             label = f"level {level['level']}: {level['used']:,} used, perplexity {level['perplexity']:.0f}"

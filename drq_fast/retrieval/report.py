@@ -102,12 +102,12 @@ def write(
     pixels = _pixels(experiment, images)
     run.make()
     with _replaced(folder) as partial:
-        drawn = plots.draw(partial, parts, experiment, points)
         if experiment is None:
             warnings.warn("a fitted run has no labels, so there is no page.html.", stacklevel=2)
         else:
             text = page.build(first, parts[1:], experiment, page.query_features(run, first.layer.dim), pixels, queries)
             (partial / "page.html").write_text(text, encoding="utf-8")
+        drawn = plots.draw(partial, parts, experiment, points)  # last, as t-SNE takes its time
         facts = _facts(parts, experiment)
         (partial / "report.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         (partial / "report.md").write_text(_markdown(parts, facts, drawn, experiment), encoding="utf-8")
