@@ -248,3 +248,18 @@ def test_images_of_a_folder_are_on_the_page(tmp_path, capsys):
     assert len(data["images"]) == len(set(data["images"])) == 3 + 12
     message = refused(capsys, "report", tmp_path / "run", "--images", tmp_path / "run" / "codes.npy", "--force")
     assert "images must be left out for a run on images" in message
+
+
+def test_the_most_common_classes_have_colours_and_all_items_a_place():
+    from drq_fast.retrieval import plots
+
+    labels = np.zeros((60, 25), bool)
+    labels[np.arange(50), np.arange(50) % 25] = True
+    labels[50:, 24] = True
+    labels[50:, 3] = True
+    names, colours, kind = plots._kinds(labels, [f"c{n}" for n in range(25)])
+    assert names == [*(f"c{n}" for n in range(19)), "c24", "others"]
+    assert len(colours) == len(set(map(str, colours))) == 21
+    assert [names[k] for k in kind[[0, 24, 20, 55]]] == ["c0", "c24", "others", "c3"]
+    x = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
+    assert plots.embed(x).shape == (3, 2)
