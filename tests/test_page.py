@@ -73,7 +73,9 @@ def test_the_ranking_is_what_an_index_gives(made):
     experiment = Experiment.of(run)
     asked = page.choose(experiment.items.labels[experiment.split.query], 12)
     index = Index(run.quantizer())
-    index.add_codes(run.load_codes()[0])
+    codes = run.load_codes()[0]
+    order = torch.randperm(len(codes), generator=torch.Generator().manual_seed(0))
+    index.add_codes(codes[order], order)
     query = torch.from_numpy(np.load(run.queries))[asked]
     pixels = np.load(made.parents[2] / "pixels.npy")
     uris = page.thumbnails(pixels)

@@ -263,3 +263,14 @@ def test_the_most_common_classes_have_colours_and_all_items_a_place():
     assert [names[k] for k in kind[[0, 24, 20, 55]]] == ["c0", "c24", "others", "c3"]
     x = np.random.default_rng(0).normal(size=(3, 7)).astype(np.float32)
     assert plots.embed(x).shape == (3, 2)
+
+
+def test_items_of_one_code_lie_around_it():
+    from drq_fast.retrieval import plots
+
+    place = np.array([[0.0, 0.0], [100.0, 50.0]])
+    copy = np.array([1, 0, 1, 1, 0])
+    items = plots.spread(place, copy)
+    assert len(np.unique(items.round(6), axis=0)) == 5
+    np.testing.assert_allclose(items, place[copy], atol=1)
+    np.testing.assert_array_equal(items[:2], place[[1, 0]])

@@ -49,7 +49,8 @@ def build(
         )
     asked = choose(labels[split.query], count)
     index = Index(part.layer, metric=part.metrics["metric"])
-    index.add_codes(part.codes)
+    order = torch.randperm(len(part.codes), generator=torch.Generator().manual_seed(0))
+    index.add_codes(part.codes[order], order)  # equal codes come oldest first, and files are often sorted by class
     shown = min(SHOWN, len(index))
     found = [index.search(query[asked], shown, L).ids for L in range(1, part.layer.levels + 1)]
     rows = split.query[asked].tolist()

@@ -33,6 +33,7 @@ _STYLE: Any = {
 _LINES = 4  # of one run in a figure, where it has more levels
 _NAMED = 20  # classes with a colour of their own
 _COMPONENTS = 50  # that t-SNE starts from
+_GAP = 0.004  # between items of one code, as a part of the picture
 _SEED = 0
 
 
@@ -181,7 +182,7 @@ def _usage(parts: Sequence[Part]) -> Any:
     for axes, part, colour in zip(panels, parts, _COLOURS, strict=False):
         levels = _some(part.usage())
         for n, level in enumerate(levels, 1):
-            share = 100 * np.array(level["counts"]) / max(sum(level["counts"]), 1)
+            share = 100 * np.array(level["counts"][: level["used"]]) / max(sum(level["counts"]), 1)
             label = f"level {level['level']}: {level['used']:,} used, perplexity {level['perplexity']:.0f}"
             ranks = np.arange(1, len(share) + 1)
             axes.plot(ranks, share, color=_shade(colour, n / len(levels)), linewidth=2, label=label)
@@ -189,24 +190,30 @@ def _usage(parts: Sequence[Part]) -> Any:
         axes.axhline(100 / K, color="#555555", linestyle=":", linewidth=1.4, label=f"all {K:,} alike")
         axes.set(xlabel="codewords, the most used first", title=part.name)
         axes.title.set_fontsize("medium")
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.set_xlim(0, 1.02 * K)
         axes.legend()
     panels[0].set_ylabel("% of the items")
     return figure
 
 
 def _tsne(parts: Sequence[Part], experiment: Experiment, points: int) -> Any:
-    """One panel per run, of the same items, coloured by class."""
+    """One panel per run, of the same items, coloured by class; of the items of one code t-SNE gets one."""
     labels = experiment.items.labels[experiment.split.database]
     rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SEED))[:points].sort().values
     names, colours, kind = _kinds(labels[rows].numpy(), experiment.items.classes)
     figure = Figure(figsize=(5.4 * len(parts) + 1.6, 5.2), layout="constrained")
     panels = figure.subplots(1, len(parts), squeeze=False)[0]
     for axes, part in zip(panels, parts, strict=True):
-        place = embed(part.layer.decode(part.codes[rows]).numpy())
+        distinct, copy = torch.unique(part.codes[rows], dim=0, return_inverse=True)
+        place = spread(embed(part.layer.decode(distinct).numpy()), copy.numpy())
         for n, (name, colour) in enumerate(zip(names, colours, strict=True)):
             x, y = place[kind == n].T
             axes.scatter(x, y, s=60 / len(rows) ** 0.3, color=colour, linewidths=0, label=name)
-        axes.set(xticks=[], yticks=[], aspect="equal", title=f"{part.name}: {part.measured} {_last(part)}")
+        axes.set_aspect("equal", adjustable="datalim")
+        axes.set_box_aspect(1)
+        axes.set(xticks=[], yticks=[], title=f"{part.name}: {part.measured} {_last(part)}")
         axes.title.set_fontsize("medium")
         axes.spines[:].set_visible(False)
     handles, texts = panels[0].get_legend_handles_labels()
@@ -244,3 +251,13 @@ def embed(x: np.ndarray) -> np.ndarray:
     reduced = PCA(components, svd_solver="full" if components < _COMPONENTS else "auto", random_state=_SEED)
     perplexity = min(30.0, (len(x) - 1) / 3)
     return TSNE(perplexity=perplexity, random_state=_SEED).fit_transform(reduced.fit_transform(x))
+
+
+def spread(place: np.ndarray, copy: np.ndarray) -> np.ndarray:
+    """Places [U, 2] of codes to places [n, 2] of items with codes copy [n]: around it like seeds of a sunflower."""
+    order = np.argsort(copy, kind="stable")
+    turn = np.empty(len(copy))
+    turn[order] = np.arange(len(copy)) - np.searchsorted(copy[order], copy[order])
+    radius = _GAP * max(np.ptp(place, axis=0).max(), 1e-9) * np.sqrt(turn)
+    angle = np.pi * (3 - 5**0.5) * turn
+    return place[copy] + (radius * np.stack([np.cos(angle), np.sin(angle)])).T
