@@ -26,7 +26,7 @@ from .retrieval.model import ABLATIONS
 from .retrieval.protocols import PROTOCOLS
 from .retrieval.train import Config
 
-_CHOICES = {"protocol": tuple(PROTOCOLS), "ablation": tuple(ABLATIONS)}
+_CHOICES = {"protocol": tuple(PROTOCOLS), "ablation": tuple(ABLATIONS), "metric": checks.METRICS}
 
 
 class _Interrupted(BaseException):
@@ -173,7 +173,7 @@ def _encode(parser: argparse.ArgumentParser) -> None:
 
 def _index(parser: argparse.ArgumentParser) -> None:
     _command(parser, commands.index, "Writes RUN/index.drq.", "drq-fast index run --metric cosine")
-    parser.add_argument("--metric", choices=checks.METRICS, default="l2", metavar="metric", help="l2, ip or cosine")
+    _metric(parser)
     parser.add_argument("--ids", metavar="FILE.npy", help="integers [N], one per vector (default: row numbers)")
 
 
@@ -215,7 +215,7 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
         "drq-fast evaluate run --queries queries.npy -k 10",
     )
     parser.add_argument("--queries", metavar="FILE.npy", help="numbers [Q, D], for a fitted run")
-    parser.add_argument("--metric", choices=checks.METRICS, default="l2", metavar="metric", help="l2, ip or cosine")
+    _metric(parser)
     parser.add_argument("--exact", action="store_true", help="of a trained run: also rank the features themselves")
     _number(parser, "-k", int, 10, "neighbours of a query in a fitted run")
 
@@ -238,6 +238,11 @@ def _report(parser: argparse.ArgumentParser) -> None:
 
 def _info(parser: argparse.ArgumentParser) -> None:
     _command(parser, commands.info, "Versions, instruction set, GPUs and backends.", "drq-fast info --json", False)
+
+
+def _metric(parser: argparse.ArgumentParser) -> None:
+    text = "l2, ip or cosine (default: that of a trained run, else l2)"
+    parser.add_argument("--metric", choices=checks.METRICS, metavar="metric", help=text)
 
 
 def _number(parser: Any, name: str, kind: type, default: Any, text: str) -> None:
@@ -270,6 +275,7 @@ _HELP = {
     "words": "vectors of class names: a matrix, or a text file of word vectors",
     "protocol": f"one of {', '.join(PROTOCOLS)} (default: cifar10-2)",
     "ablation": f"one of {', '.join(ABLATIONS)} (default: none)",
+    "metric": "what items are ranked by: l2, ip or cosine (default: ip, l2 for unsupervised)",
     "train": "training images, per class or in all as the protocol has it",
     "query": "queries, likewise",
     "backbone": "for images: efficientnet-lite0 (default), or a state dict file of torchvision's AlexNet",

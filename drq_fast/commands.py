@@ -95,7 +95,7 @@ def index(options: argparse.Namespace) -> Result:
     layer = run.quantizer()
     codes, _ = run.load_codes()
     run.vacant(run.index, options.force)
-    made = Index(layer, metric=options.metric)
+    made = Index(layer, metric=_metric(run, options))
     made.add_codes(codes, None if options.ids is None else _integers(options.ids))
     made.save(run.index)
     result = {"index": str(run.index), "size": len(made), "metric": made.metric, "bytes": run.index.stat().st_size}
@@ -224,13 +224,14 @@ def _by_labels(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace)
     query = experiment.features(database.model, rows.query)
     files.write_array(run.queries, query.numpy())
     depths = [d for d in DEPTHS if d <= len(codes)]
-    options_of_both = {"R": experiment.R, "metric": options.metric, "depths": depths}
+    metric = _metric(run, options)
+    options_of_both: dict[str, Any] = {"R": experiment.R, "metric": metric, "depths": depths}
     found = figures.evaluate_codes(layer, codes, labels[rows.database], query, labels[rows.query], **options_of_both)
     errors = _errors(layer, query)
     metrics = {
         "kind": "labels",
         "protocol": experiment.settings.protocol,
-        "metric": options.metric,
+        "metric": metric,
         "R": experiment.R,
         "queries": len(query),
         "database": len(codes),
@@ -268,8 +269,9 @@ def _by_neighbours(run: Run, layer: RecurrentQuantizer, options: argparse.Namesp
         checks.fail("evaluate", "queries", f"of {layer.dim} dimensions, as the model is", queries.dim)
     k = checks.integer("evaluate", "k", options.k, 1, len(codes))
     query = queries.read(0, len(queries))
-    exact = _neighbours(vectors, query, k, options.metric)
-    made = Index(layer, metric=options.metric)
+    metric = _metric(run, options)
+    exact = _neighbours(vectors, query, k, metric)
+    made = Index(layer, metric=metric)
     made.add_codes(codes)
     errors = _errors(layer, vectors.sample(1 << 14, 0))
     lengths = [
@@ -282,7 +284,7 @@ def _by_neighbours(run: Run, layer: RecurrentQuantizer, options: argparse.Namesp
         for L in range(1, layer.levels + 1)
     ]
     sizes = {"k": k, "queries": len(query), "database": len(codes)}
-    return {"kind": "neighbours", "metric": options.metric, **sizes, "lengths": lengths}
+    return {"kind": "neighbours", "metric": metric, **sizes, "lengths": lengths}
 
 
 def _neighbours(vectors: VectorFiles, query: Tensor, k: int, metric: str) -> Tensor:
@@ -307,6 +309,11 @@ def _errors(layer: RecurrentQuantizer, x: Tensor) -> list[float]:
     codes = layer.encode(x)
     whole = (x if layer.offset is None else x - layer.offset.detach()).square().sum().clamp_min(1e-30)
     return [float((x - layer.decode(codes, L)).square().sum() / whole) for L in range(1, layer.levels + 1)]
+
+
+def _metric(run: Run, options: argparse.Namespace) -> str:
+    """What to rank by: what was asked for, or what the run was made for."""
+    return options.metric or run.read_json(run.config, "fit").get("metric", "l2")
 
 
 def _same_run(run: Run, config: dict[str, Any], force: bool) -> None:

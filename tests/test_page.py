@@ -72,7 +72,7 @@ def test_the_ranking_is_what_an_index_gives(made):
     run, data = Run(made.parents[1]), data_of(made)
     experiment = Experiment.of(run)
     asked = page.choose(experiment.items.labels[experiment.split.query], 12)
-    index = Index(run.quantizer())
+    index = Index(run.quantizer(), "ip")
     codes = run.load_codes()[0]
     order = torch.randperm(len(codes), generator=torch.Generator().manual_seed(0))
     index.add_codes(codes[order], order)

@@ -6,6 +6,7 @@ that see images take pixels [N, 3, H, W] of any real dtype, 0 to 255, and bring 
 
 from __future__ import annotations
 
+import math
 import os
 import pickle
 from pathlib import Path
@@ -167,8 +168,10 @@ class Head(nn.Module):
     """fc8 and fc9 side by side: features [N, width] to x [N, fc8 + fc9], of which the last fc9 are z.
 
     Either may be 0: without fc9 there is no z, without fc8 x is z. tanh bounds each entry, so that features gather at
-    corners of a cube and classes in clusters, as in DVSQ, where the adaptive margin loss comes from; x then has
-    length 1, so that the margin of the triplets means the same for every width. "none" is the paper to the letter.
+    corners of a cube and classes in clusters, as in DVSQ, where the adaptive margin loss comes from; the cube has
+    corners of length 1, so that the margin of the triplets means the same for every width. An image that could be of
+    several classes has a shorter x, and inner products rank it behind the clear cases. "none" is the paper to the
+    letter.
     """
 
     def __init__(self, width: int, fc8: int = 1748, fc9: int = 300, activation: str = "tanh") -> None:
@@ -185,7 +188,7 @@ class Head(nn.Module):
         """[N, width] to x [N, fc8 + fc9] and z [N, fc9]."""
         x = torch.cat([layer(features) for layer in (self.fc8, self.fc9) if layer is not None], dim=1)
         if self.activation == "tanh":
-            x = F.normalize(x.float().tanh(), dim=1)
+            x = x.float().tanh() / math.sqrt(x.shape[1])
         return Features(x, x[:, -self.sizes[1] :] if self.fc9 is not None else None)
 
 

@@ -34,7 +34,8 @@ class Settings:
     data: CIFAR-10's folder, a folder of images by class, a file of features, or lists of images (with `root`).
     labels: of features in an `.npy`. words: vectors of class names. train, query: how many per class, or in all, where
     not the protocol's. backbone: "efficientnet-lite0" or a state dict file of AlexNet, for images of `size` pixels;
-    `hidden` and `dropout` are of the layer above given features.
+    `hidden` and `dropout` are of the layer above given features. metric: what items are ranked by; by default "ip", as
+    the authors did, or "l2" where nothing is learnt from labels.
     """
 
     data: tuple[str, ...]
@@ -52,6 +53,7 @@ class Settings:
     codewords: int | None = None
     levels: int = 4
     ablation: str = "none"
+    metric: str | None = None
 
     def __post_init__(self) -> None:
         op = "train"
@@ -60,6 +62,9 @@ class Settings:
             checks.fail(op, "data", "at least one file or folder", "none")
         checks.choice(op, "protocol", self.protocol, tuple(PROTOCOLS))
         checks.choice(op, "ablation", self.ablation, tuple(ABLATIONS))
+        metric = self.metric or ("l2" if self.ablation == "unsupervised" else "ip")
+        checks.choice(op, "metric", metric, checks.METRICS)
+        object.__setattr__(self, "metric", metric)
         known = PROTOCOLS[self.protocol].codewords
         if self.codewords is None:
             if len(known) > 1:

@@ -25,7 +25,7 @@ from .protocols import PROTOCOLS
 
 _PACKAGES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "PIL": "pillow"}
 _SAME_SPLIT = ("command", "data", "labels", "root", "protocol", "train", "query", "seed")
-_SAME_ANSWERS = ("kind", "metric", "R", "k", "queries", "database")
+_SAME_ANSWERS = ("kind", "R", "k", "queries", "database")
 
 
 class Part(NamedTuple):
