@@ -47,7 +47,7 @@ def test_the_table_and_the_runs_that_are_kept(data, tmp_path):
     expected = [f"{np.mean(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in by_code]
     assert cells(out, "ours")[:4] == expected
     assert min(map(min, by_code)) > 0.8  # two classes that are easy to tell apart
-    assert len(cells(out, "learned features, exact")) == len(cells(out, "ours, ranked by inner product")) == 5
+    assert len(cells(out, "learned features, exact")) == len(cells(out, "ours, by distance")) == 5
     assert "--seeds 2 --set epochs=1,1,1 batch=64`." in out
     again = paper(data, "--seeds", "2", "--keep", str(tmp_path / "runs.json"))
     assert not [line for line in again.splitlines() if line.startswith("none ")]  # nothing was computed anew
