@@ -121,6 +121,7 @@ class Run:
             file.truncate()
             self._encode_rest(file, layer, source, dtype, beam, done, made_by)
         checksum = _checksum(self.partial)
+        self._forget(self.index, self.metrics)
         self.write_json(self.made_by, made_by | {"checksum": checksum})
         os.replace(self.partial, self.codes)
         self.partial_state.unlink(missing_ok=True)
@@ -172,9 +173,11 @@ class Run:
 
     def forget_codes(self) -> None:
         """Removes what an earlier model of the run has made."""
-        for path in (self.codes, self.made_by, self.index, self.queries, self.metrics):
-            path.unlink(missing_ok=True)
-        for path in (self.partial, self.partial_state):
+        self._forget(self.codes, self.made_by, self.partial, self.partial_state, self.index, self.queries, self.metrics)
+
+    def _forget(self, *paths: Path) -> None:
+        """Removes these files, and the report, which was made of them."""
+        for path in paths:
             path.unlink(missing_ok=True)
         shutil.rmtree(self.folder / "report", ignore_errors=True)
 

@@ -262,6 +262,14 @@ def test_codes_that_were_changed_are_refused(here, capsys):
     assert "is not what" in refused(capsys, "index", "run", "--force")
 
 
+def test_new_codes_leave_nothing_that_was_made_of_the_old(here, capsys):
+    fitted(capsys)
+    ok(capsys, "evaluate", "run", "--queries", "q.npy")
+    ok(capsys, "encode", "run", "x.npy", "--beam", "8", "--force")
+    assert not Path("run/index.drq").exists()
+    assert not Path("run/metrics.json").exists()
+
+
 def test_nothing_is_replaced_unasked(here, capsys):
     fitted(capsys)
     ok(capsys, "evaluate", "run", "--queries", "q.npy")
