@@ -40,9 +40,9 @@ PAPER = {  # AlexNet, fine-tuned
     "cifar10-2": ("0.803", "0.824", "0.832", "0.837"),
 }
 RANKINGS = {"ip": "", "l2": ", by distance"}  # and how rows are called
-PEERS = {  # faiss's names; its RQ has a beam of 5, OPQ goes to 256 dimensions, since 2048 take it many minutes
+PEERS = {  # faiss's names; its RQ has a beam of 5, OPQ goes to 240 dimensions, since 2048 take it many minutes
     "faiss PQ, trained for each length": "PQ{L}x8",
-    "faiss OPQ, trained for each length": "OPQ{L}_256,PQ{L}x8",
+    "faiss OPQ, trained for each length": "OPQ{L}_240,PQ{L}x8",
     "faiss RQ, trained for each length": "RQ{L}x8",
 }
 ROWS = {
@@ -129,10 +129,12 @@ def faiss_codes(recipe: str, x: Tensor, database: Tensor) -> tuple[Tensor, Tenso
     """The distinct decoded codes [U, D] of a faiss codec trained on x, and which each row of the database has."""
     import faiss
 
+    D = x.shape[1]
+    x, database = (torch.nn.functional.pad(v, (0, -v.shape[1] % 12)) for v in (x, database))  # PQ wants equal parts
     codec = faiss.index_factory(x.shape[1], recipe)
     codec.train(np.ascontiguousarray(x))
     codes, copies = np.unique(codec.sa_encode(np.ascontiguousarray(database)), axis=0, return_inverse=True)
-    return torch.from_numpy(codec.sa_decode(codes)), torch.from_numpy(copies.reshape(-1))
+    return torch.from_numpy(codec.sa_decode(codes)[:, :D]), torch.from_numpy(copies.reshape(-1))
 
 
 def halves(train: Tensor, labels: Tensor, seed: int) -> Split:
