@@ -41,7 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Ends the process with exit code 2."""
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
@@ -68,8 +68,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, TypeError, OSError, MemoryError, ModuleNotFoundError) as error:
-        message = re.sub(r"^\w+: ", "", " ".join(str(error).split()))  # without the name of a Python function
+    except (ValueError, TypeError, OSError, MemoryError, ImportError, RuntimeError) as error:
+        # One line, without the name of a Python function and the places in C++ that torch adds.
+        message = re.sub(r"^\w+: ", "", " ".join(str(error).partition("\nException raised")[0].split()))
         return _failed(f"{name}: {message or type(error).__name__}", 1)
 
 

@@ -28,6 +28,7 @@ from .run import Run, Source
 from .vectors import VectorFiles
 
 Result = tuple[dict[str, Any], str]
+HISTORY = "history.json"
 DEPTHS = (1, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # of the curve of precision
 
 
@@ -49,13 +50,12 @@ def fit(options: argparse.Namespace) -> Result:
     run, vectors = Run(options.folder), VectorFiles(options.vectors)
     _not_inside(run, options.vectors)
     seed = checks.seed("fit", options.seed) or 0
-    layer = RecurrentQuantizer(vectors.dim, options.codewords, options.levels, scale=options.scale)
+    levels = checks.integer("fit", "levels", options.levels, 1, 1000)
+    layer = RecurrentQuantizer(vectors.dim, options.codewords, levels, scale=options.scale)
     run.vacant(run.model, options.force)
     default = max(1 << 16, 256 * layer.codewords)
     sample = default if options.sample is None else checks.integer("fit", "sample", options.sample, 1)
     x = vectors.sample(sample, seed)
-    run.make()
-    errors = layer.fit(x, rounds=options.rounds, beam=options.beam, sample=len(x), seed=seed)
     config = {
         "command": "fit",
         "vectors": [str(Path(name).resolve()) for name in options.vectors],
@@ -63,10 +63,12 @@ def fit(options: argparse.Namespace) -> Result:
         "sample": len(x),
         "drq_fast": __version__,
     }
-    run.forget_codes()
-    (run.folder / CHECKPOINT).unlink(missing_ok=True)
-    run.write_json(run.config, config)
-    layer.save(run.model)
+    with run.writing():
+        run.vacant(run.model, options.force)
+        errors = layer.fit(x, rounds=options.rounds, beam=options.beam, sample=len(x), seed=seed)
+        run.replace_model(layer, config)
+        for name in (CHECKPOINT, HISTORY):  # of a training in the same place
+            (run.folder / name).unlink(missing_ok=True)
     lengths = _lengths(layer)
     result = {"model": str(run.model), "sample": len(x), "errors": dict(zip(map(str, lengths), errors, strict=True))}
     rows = [(f"{b} bits", f"{e:.4f}") for b, e in zip(lengths, errors, strict=True)]
@@ -84,7 +86,8 @@ def encode(options: argparse.Namespace) -> Result:
     else:
         run.vacant(run.codes, options.force)
         source = _database(run, layer)[0]
-    run.encode(source, beam=options.beam, force=options.force)
+    with run.writing():
+        run.encode(source, beam=options.beam, force=options.force)
     result = {"codes": str(run.codes), "rows": len(source), "levels": layer.levels, "bits": layer.bits}
     return result, f"{run.codes}: {len(source):,} codes of {layer.bits} bits"
 
@@ -96,8 +99,9 @@ def index(options: argparse.Namespace) -> Result:
     codes, _ = run.load_codes()
     run.vacant(run.index, options.force)
     made = Index(layer, metric=_metric(run, options))
-    made.add_codes(codes, None if options.ids is None else _integers(options.ids))
-    made.save(run.index)
+    made.add_codes(codes, None if options.ids is None else files.read_array("index", options.ids))
+    with run.writing():
+        made.save(run.index)
     result = {"index": str(run.index), "size": len(made), "metric": made.metric, "bytes": run.index.stat().st_size}
     return result, f"{run.index}: {len(made):,} codes, metric {made.metric}, {run.index.stat().st_size:,} bytes"
 
@@ -119,7 +123,8 @@ def search(options: argparse.Namespace) -> Result:
     if queries.dim != found.dim:
         checks.fail("search", "queries", f"of {found.dim} dimensions, as the index is", queries.dim)
     L = _levels(options.bits, found.codewords, found.levels)
-    scores, ids = found.search(queries.read(0, len(queries)), options.k, L)
+    k = min(checks.integer("search", "k", options.k, 1), max(len(found), 1))
+    scores, ids = found.search(queries.read(0, len(queries)), k, L)
     if target is not None:
         archive = io.BytesIO()
         np.savez(archive, ids=ids.numpy(), scores=scores.numpy())
@@ -130,10 +135,10 @@ def search(options: argparse.Namespace) -> Result:
             "k": options.k,
         }, f"{target}: {len(ids):,} x {options.k} results"
     lines = [
-        "\t".join([str(q), *(f"{i}:{s:.6g}" for i, s in zip(row.tolist(), score.tolist(), strict=True) if i >= 0)])
+        "\t".join([str(q), *(f"{i}:{s:.6g}" for i, s in zip(row.tolist(), score.tolist(), strict=True))])
         for q, (row, score) in enumerate(zip(ids, scores, strict=True))
     ]
-    return {"ids": ids.tolist(), "scores": _finite(scores)}, "\n".join(lines)
+    return {"ids": ids.tolist(), "scores": scores.tolist()}, "\n".join(lines)
 
 
 def train(options: argparse.Namespace) -> Result:
@@ -144,24 +149,22 @@ def train(options: argparse.Namespace) -> Result:
     given |= {name: named[name] for name in (*_fields(Settings), *_fields(Config)) if name in named}
     if not given.get("data"):
         checks.fail("train", "data", "given by --data, a folder or a file", "nothing")
-    paths: dict[str, Any] = {
-        name: str(Path(given[name]).resolve()) for name in ("labels", "root", "words") if given.get(name)
-    }
-    paths["data"] = [str(Path(path).resolve()) for path in given["data"]]
-    if given.get("backbone") not in (None, "efficientnet-lite0"):
-        paths["backbone"] = str(Path(given["backbone"]).resolve())
-    given |= paths
-    settings = Settings(**{name: value for name, value in given.items() if name in _fields(Settings)})
+    settings = Settings(**{name: value for name, value in given.items() if name in _fields(Settings)}).resolved()
     changes = {name: value for name, value in given.items() if name in _fields(Config)}
     experiment = Experiment(settings, dataclasses.replace(settings.config, **changes))
-    whole = {"command": "train", **dataclasses.asdict(settings), **dataclasses.asdict(experiment.config)}
-    whole = json.loads(json.dumps(whole)) | {"drq_fast": __version__}
-    run.make()
-    _same_run(run, whole, options.force)
-    run.write_json(run.config, whole)
-    model, history = experiment.train(run.folder)
-    model.quantizer.save(run.model)
-    run.write_json(run.folder / "history.json", {"epochs": history})
+    experiment.model()  # says what is wrong before anything is written
+    config = {"command": "train", **dataclasses.asdict(settings), **dataclasses.asdict(experiment.config)}
+    config = json.loads(json.dumps(config)) | {"drq_fast": __version__}
+    with run.writing():
+        _make_way(run, config, options.force)
+        run.write_json(run.config, config)
+        try:
+            model, history = experiment.train(run.folder)
+        finally:
+            if not (run.folder / CHECKPOINT).exists():
+                run.config.unlink()  # nothing has begun
+        run.write_json(run.folder / HISTORY, {"epochs": history})
+        run.replace_model(model.quantizer, config)
     rows = experiment.split
     counts = {name: len(part) for name, part in rows._asdict().items()}
     result = {"model": str(run.model), **counts, "classes": len(experiment.items.classes), "epochs": len(history)}
@@ -179,8 +182,9 @@ def evaluate(options: argparse.Namespace) -> Result:
     trained = run.read_json(run.config, "train").get("command") == "train"
     if trained and options.queries is not None:
         checks.fail("evaluate", "queries", "those of the protocol for a trained run", options.queries)
-    metrics = _by_labels(run, layer, options) if trained else _by_neighbours(run, layer, options)
-    run.write_json(run.metrics, metrics)
+    with run.writing():
+        metrics = _by_labels(run, layer, options) if trained else _by_neighbours(run, layer, options)
+        run.write_json(run.metrics, metrics)
     name = "mAP" if trained else "recall"
     rows = [(f"{row['bits']} bits", f"{row[name]:.4f}", f"{row['error']:.4f}") for row in metrics["lengths"]]
     if metrics.get("exact"):
@@ -316,24 +320,26 @@ def _metric(run: Run, options: argparse.Namespace) -> str:
     return options.metric or run.read_json(run.config, "fit").get("metric", "l2")
 
 
-def _same_run(run: Run, config: dict[str, Any], force: bool) -> None:
-    """Refuses to train where another model is, or where this one is done; `force` clears the place."""
+def _make_way(run: Run, config: dict[str, Any], force: bool) -> None:
+    """Refuses to train where another run is, or where this one is done; `force` clears the place.
+
+    A training of the same settings that is not over goes on, with `force`, too.
+    """
     if not run.config.exists() and not run.model.exists():
         return
-    if not force:
-        there = run.read_json(run.config, "train")
-        differing = sorted(n for n in config if n != "drq_fast" and there.get(n) != config[n])
-        if differing:
-            n = differing[0]
-            raise FileError(
-                f"run: {run.folder} is of another run ({n} is {there.get(n)} there and {config[n]} here); "
-                "--force replaces it."
-            )
-        run.vacant(run.model, force)
+    there = {} if force and not run.config.exists() else run.read_json(run.config, "train")
+    differing = sorted(n for n in config if n != "drq_fast" and there.get(n) != config[n])
+    if not differing and not run.model.exists():
         return
+    if not force:
+        run.vacant(run.model if not differing else run.config, force, _difference(there, config, differing))
     run.forget_codes()
-    for path in (run.model, run.folder / CHECKPOINT, run.config):
+    for path in (run.model, run.folder / CHECKPOINT, run.folder / HISTORY, run.config):
         path.unlink(missing_ok=True)
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any], names: list[str]) -> str:
+    return f" of another run ({names[0]} is {there.get(names[0])} there and {here[names[0]]} here)" if names else ""
 
 
 def _settings(path: Path) -> dict[str, Any]:
@@ -374,21 +380,6 @@ def _levels(length: int | None, codewords: int, levels: int) -> int:
 
 def _lengths(layer: RecurrentQuantizer) -> list[int]:
     return [bits(layer.codewords, L) for L in range(1, layer.levels + 1)]
-
-
-def _integers(path: str) -> np.ndarray:
-    try:
-        ids = np.load(path, allow_pickle=False)
-    except OSError as error:
-        raise type(error)(f"index: {path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, EOFError) as error:
-        raise FileError(f"index: {path} is not a .npy file of integers.") from error
-    return ids
-
-
-def _finite(scores: Tensor) -> list[list[float | None]]:
-    """Scores for JSON, which knows no infinity."""
-    return [[value if np.isfinite(value) else None for value in row] for row in scores.tolist()]
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

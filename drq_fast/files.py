@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -61,6 +62,19 @@ def write_bytes(path: str | os.PathLike[str], content: bytes | memoryview) -> No
     _replace(Path(path), lambda temporary: temporary.write_bytes(content))
 
 
+def read_array(op: str, path: str | os.PathLike[str], *, mmap: bool = False) -> np.ndarray:
+    """The array of an `.npy` file, or an error in one sentence; with `mmap` it stays on disk."""
+    try:
+        array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
+    except OSError as error:
+        raise _same_kind(error, f"{op}: {path} cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # numpy has as many kinds as there are ways to damage a file
+        raise FileError(f"{op}: {path} is not a whole .npy file of numbers.") from error
+    if not isinstance(array, np.ndarray):
+        raise FileError(f"{op}: {path} is an archive of arrays, not a .npy file.")
+    return array
+
+
 def fingerprint(path: str | os.PathLike[str], kind: str) -> str:
     """What tells the contents of a file of this kind from others, read from its header alone."""
     with _opened(_target("load", path), kind) as (_, header):
@@ -99,6 +113,13 @@ def verify(op: str, path: Path, name: str, tensor: Tensor, expected: str) -> Non
         raise FileError(f"{op}: {path} is corrupted (checksum of {name!r} does not match).")
 
 
+def remove_remains(folder: Path) -> None:
+    """Removes temporary files that a killed process has left; nobody may be writing meanwhile."""
+    for path in folder.glob(".*.tmp"):
+        if re.fullmatch(r"\.[0-9a-f]{16}\.tmp", path.name):
+            path.unlink(missing_ok=True)
+
+
 def checksum(tensor: Tensor) -> str:
     """BLAKE2b of the bytes, dtype and shape of a CPU tensor."""
     digest = hashlib.blake2b(f"{tensor.dtype}{list(tensor.shape)}".encode(), digest_size=16)
@@ -134,7 +155,9 @@ def _replace(target: Path, write: Callable[[Path], Any]) -> None:
     try:
         try:
             temporary.touch(exist_ok=False)  # here an error has the class that Python gives it
+            mode = temporary.stat().st_mode
             write(temporary)
+            temporary.chmod(mode)  # safetensors leaves a file that nobody else may read
             _sync(temporary)
             os.replace(temporary, target)
             _sync(target.parent)

@@ -12,6 +12,8 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +26,12 @@ from . import checks, files
 from .files import FileError
 from .quantizer import RecurrentQuantizer
 from .vectors import block_rows
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows; there two processes are up to the user
+    fcntl = None
 
 _SECONDS = 2.0  # of encoding that a kill may cost
 
@@ -66,10 +74,34 @@ class Run:
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise PermissionError(f"run: {self.folder} cannot be written to.")
 
-    def vacant(self, path: Path, force: bool) -> None:
-        """FileError where a result is there already and may not be replaced."""
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """One process at a time; whoever comes second is told so."""
+        self.make()
+        with (self.folder / ".lock").open("w") as file:
+            if fcntl is not None:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise BlockingIOError(f"run: another process is writing to {self.folder}.") from error
+            files.remove_remains(self.folder)
+            yield
+
+    def vacant(self, path: Path, force: bool, what: str = "") -> None:
+        """FileError where a result is there already and may not be replaced; `what` says more about it."""
         if path.exists() and not force:
-            raise FileError(f"run: {path} is there already; --force replaces it.")
+            raise FileError(f"run: {path}{what} is there already; --force replaces it.")
+
+    def replace_model(self, layer: RecurrentQuantizer, config: dict[str, Any]) -> None:
+        """Model and settings, in place of others and of all that was made with these."""
+        new = self.folder / "model.new"
+        try:
+            layer.save(new)
+            self.forget_codes()
+            self.write_json(self.config, config)
+            os.replace(new, self.model)
+        finally:
+            new.unlink(missing_ok=True)
 
     def write_json(self, path: Path, value: Any) -> None:
         """Replaces a JSON file atomically."""
@@ -102,7 +134,6 @@ class Run:
         if source.dim != layer.dim:
             checks.fail("encode", "vectors", f"of {layer.dim} dimensions, as the model is", source.dim)
         self.vacant(self.codes, force)
-        dtype = np.dtype(np.uint8 if layer.codewords <= 256 else np.int32)
         made_by = {
             "model": files.fingerprint(self.model, "quantizer"),
             "beam": checks.beam("encode", beam),
@@ -111,54 +142,58 @@ class Run:
             "levels": layer.levels,
             "codewords": layer.codewords,
         }
-        done = self._resume(made_by)
-        row = layer.levels * dtype.itemsize
-        with self.partial.open("r+b" if done else "wb") as file:
-            header = _npy_header(dtype, (len(source), layer.levels))
-            if not done:
-                file.write(header)
-            file.seek(len(header) + done * row)
-            file.truncate()
-            self._encode_rest(file, layer, source, dtype, beam, done, made_by)
-        checksum = _checksum(self.partial)
+        try:
+            digest = self._encode(source, layer, made_by)
+        except OSError as error:
+            if error.filename is None and error.errno is not None:  # of a write
+                raise type(error)(f"run: {self.partial} cannot be written: {error.strerror}.") from error
+            raise
         self._forget(self.index, self.metrics)
-        self.write_json(self.made_by, made_by | {"checksum": checksum})
+        self.write_json(self.made_by, made_by | {"checksum": digest})
         os.replace(self.partial, self.codes)
         self.partial_state.unlink(missing_ok=True)
         return made_by
 
-    def _resume(self, made_by: dict[str, Any]) -> int:
-        """How many rows of the same encoding are on disk."""
-        if not (self.partial.exists() and self.partial_state.exists()):
-            return 0
-        state = self.read_json(self.partial_state, "encode")
-        done = state.pop("done", 0)
-        return done if state == made_by else 0
-
-    def _encode_rest(
-        self,
-        file: Any,
-        layer: RecurrentQuantizer,
-        source: Source,
-        dtype: np.dtype[Any],
-        beam: int,
-        done: int,
-        made_by: dict[str, Any],
-    ) -> None:
-        total, step = len(source), block_rows(source.dim)
-        self.write_json(self.partial_state, made_by | {"done": done})
-        saved = time.monotonic()
-        with tqdm(total=total, initial=done, desc="encode", unit="vector", unit_scale=True, disable=None) as bar:
+    def _encode(self, source: Source, layer: RecurrentQuantizer, made_by: dict[str, Any]) -> str:
+        """Writes all codes to the partial file, from where it ends; its checksum."""
+        dtype = np.dtype(np.uint8 if layer.codewords <= 256 else np.int32)
+        header = _npy_header(dtype, (len(source), layer.levels))
+        row, step, total = layer.levels * dtype.itemsize, block_rows(source.dim), len(source)
+        done, digest = self._resume(made_by, header, row)
+        with (
+            self.partial.open("r+b" if done else "wb") as file,
+            tqdm(total=total, initial=done, desc="encode", unit="vector", unit_scale=True, disable=None) as bar,
+        ):
+            if not done:
+                file.write(header)
+            file.seek(len(header) + done * row)
+            file.truncate()
+            saved = -_SECONDS
             while done < total:
                 block = source.read(done, min(done + step, total))
-                file.write(np.ascontiguousarray(layer.encode(block, beam).numpy().astype(dtype)).data)
+                codes = np.ascontiguousarray(layer.encode(block, made_by["beam"]).numpy().astype(dtype)).data
+                file.write(codes)
+                digest.update(codes)
                 done += len(block)
                 bar.update(len(block))
                 if time.monotonic() - saved > _SECONDS or done == total:
                     file.flush()
                     os.fsync(file.fileno())
-                    self.write_json(self.partial_state, made_by | {"done": done})
+                    self.write_json(self.partial_state, made_by | {"done": done, "checksum": digest.hexdigest()})
                     saved = time.monotonic()
+        return digest.hexdigest()
+
+    def _resume(self, made_by: dict[str, Any], header: bytes, row: int) -> tuple[int, Any]:
+        """How many rows of the same encoding are on disk, and the checksum of header and rows so far."""
+        fresh = _digest()
+        fresh.update(header)
+        try:
+            state = json.loads(self.partial_state.read_text())
+            done, checksum = state.pop("done"), state.pop("checksum")
+            digest = _file_digest(self.partial, len(header) + done * row)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return 0, fresh
+        return (done, digest) if state == made_by and digest.hexdigest() == checksum else (0, fresh)
 
     def load_codes(self) -> tuple[Tensor, dict[str, Any]]:
         """Codes [N, levels] and what made them; FileError where that is not the model of the run."""
@@ -167,7 +202,7 @@ class Run:
             raise FileNotFoundError(f"run: {self.codes} is not there; `drq-fast encode {self.folder}` makes it.")
         if made_by.get("model") != files.fingerprint(self.model, "quantizer"):
             raise FileError(f"run: {self.codes} was made by another model; encode again with --force.")
-        if made_by.get("checksum") != _checksum(self.codes):
+        if made_by.get("checksum") != _file_digest(self.codes).hexdigest():
             raise FileError(f"run: {self.codes} is not what {self.made_by} describes; encode again with --force.")
         return torch.from_numpy(np.load(self.codes)), made_by
 
@@ -190,10 +225,15 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, int]) -> bytes:
     return text.getvalue()
 
 
-def _checksum(path: Path) -> str:
-    """BLAKE2b of a file."""
-    digest = hashlib.blake2b(digest_size=16)
+def _digest() -> Any:
+    return hashlib.blake2b(digest_size=16)
+
+
+def _file_digest(path: Path, length: int | None = None) -> Any:
+    """Of a file, or of its first `length` bytes."""
+    digest, left = _digest(), path.stat().st_size if length is None else length
     with path.open("rb") as file:
-        while block := file.read(1 << 24):
+        while left and (block := file.read(min(left, 1 << 24))):
             digest.update(block)
-    return digest.hexdigest()
+            left -= len(block)
+    return digest

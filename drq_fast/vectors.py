@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from . import checks
-from .files import FileError
+from .files import FileError, read_array
 
 _BYTES = 1 << 24  # of a block
 
@@ -90,28 +90,23 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except OSError as error:
-            raise type(error)(f"vectors: {path} cannot be read: {error.strerror or error}.") from error
-        except (ValueError, EOFError) as error:
-            raise FileError(f"vectors: {path} is not a whole .npy file of numbers.") from error
-        if not isinstance(array, np.memmap) or array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "fiu":
-            what = f"{array.dtype} {list(array.shape)}" if isinstance(array, np.ndarray) else "an archive"
+        array = read_array("vectors", path, mmap=True)
+        if array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "fiu":
+            what = f"{array.dtype} {list(array.shape)}"
             raise FileError(f"vectors: {path} must hold numbers [N, D] with N and D of at least 1, got {what}.")
         if not array.flags.c_contiguous:
             raise FileError(f"vectors: {path} is stored by columns; save numpy.ascontiguousarray of it.")
         self.rows, self.dim = array.shape
+        assert isinstance(array, np.memmap)
         self.dtype, self.offset = array.dtype, int(array.offset)
-        state = path.stat()
-        self.size, self.modified = state.st_size, state.st_mtime_ns
+        self.state = path.stat()
 
     def identity(self) -> dict[str, Any]:
         """Path, size, shape and time."""
         return {
             "path": str(self.path.resolve()),
-            "size": self.size,
-            "modified": self.modified,
+            "size": self.state.st_size,
+            "modified": self.state.st_mtime_ns,
             "shape": [self.rows, self.dim],
             "dtype": self.dtype.str,
         }
@@ -119,25 +114,34 @@ class _File:
     def read(self, first: int, last: int) -> np.ndarray:
         """Rows as float32."""
         values = np.empty((last - first, self.dim), self.dtype)
-        with self.path.open("rb") as file:
+        with self._opened() as file:
             file.seek(self.offset + first * values.itemsize * self.dim)
             if file.readinto(values.data) != values.nbytes:
-                raise self._shorter()
+                raise self._changed()
         return _float32(values)
 
     def pick(self, rows: np.ndarray) -> np.ndarray:
         """These rows, [n] in order, as float32."""
         values = np.empty((len(rows), self.dim), self.dtype)
         length = values.itemsize * self.dim
-        with self.path.open("rb", buffering=0) as file:
+        with self._opened(buffering=0) as file:
             for value, row in zip(values, tqdm(rows, desc="sample", delay=2, disable=None, leave=False), strict=True):
                 file.seek(self.offset + int(row) * length)
                 if file.readinto(value.data) != length:
-                    raise self._shorter()
+                    raise self._changed()
         return _float32(values)
 
-    def _shorter(self) -> FileError:
-        return FileError(f"vectors: {self.path} has become shorter since it was opened.")
+    def _opened(self, buffering: int = -1) -> Any:
+        """The file, refused where it is not what it was."""
+        file = self.path.open("rb", buffering=buffering)
+        now, then = os.fstat(file.fileno()), self.state
+        if (now.st_ino, now.st_size, now.st_mtime_ns) != (then.st_ino, then.st_size, then.st_mtime_ns):
+            file.close()
+            raise self._changed()
+        return file
+
+    def _changed(self) -> FileError:
+        return FileError(f"vectors: {self.path} has changed since it was opened.")
 
 
 def _float32(values: np.ndarray) -> np.ndarray:

@@ -16,7 +16,7 @@ import torch
 
 from drq_fast import Index, RecurrentQuantizer, cli, commands
 from drq_fast import run as runs
-from drq_fast.files import fingerprint
+from drq_fast.files import FileError, fingerprint
 from drq_fast.run import Run
 from drq_fast.vectors import VectorFiles
 
@@ -99,11 +99,10 @@ def test_from_vectors_to_neighbours(here, capsys):
     assert lines[3].split("\t")[1].split(":")[0] == str(ids[3, 0])
 
 
-def test_results_that_are_not_there_are_null_in_json(here, capsys):
+def test_there_are_no_more_results_than_codes(here, capsys):
     fitted(capsys)
-    found = json.loads(ok(capsys, "search", "run", "q.npy", "-k", "3001", "--json"))
-    assert found["ids"][0][-1] == -1
-    assert found["scores"][0][-1] is None
+    found = json.loads(ok(capsys, "search", "run", "q.npy", "-k", "2147483647", "--json"))
+    assert sorted(found["ids"][0]) == list(range(3000))
 
 
 def test_several_files_count_as_one(here, capsys):
@@ -246,6 +245,92 @@ def test_an_encoding_of_something_else_starts_anew(here, capsys, monkeypatch, ch
     assert np.array_equal(np.load("run/codes.npy"), expected)
 
 
+@pytest.mark.parametrize("damage", ["shorter", "other bytes", "state"])
+def test_a_damaged_partial_file_is_not_trusted(here, capsys, monkeypatch, damage):
+    whole = fitted(capsys).codes.read_bytes()
+    monkeypatch.setattr(runs, "_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "block_rows", lambda dim: 250)
+    monkeypatch.setattr(commands, "VectorFiles", Counted)
+    monkeypatch.setattr(Counted, "fails_at", 2000)
+    refused(capsys, "encode", "run", "x.npy", "--force")
+    monkeypatch.setattr(Counted, "fails_at", None)
+    partial = Path("run/codes.partial")
+    if damage == "shorter":
+        partial.write_bytes(partial.read_bytes()[:500])
+    elif damage == "other bytes":
+        partial.write_bytes(partial.read_bytes()[:500] + b"x" + partial.read_bytes()[501:])
+    else:
+        Path("run/codes.partial.json").write_text("{")
+    ok(capsys, "encode", "run", "x.npy", "--force")
+    assert Path("run/codes.npy").read_bytes() == whole
+
+
+def test_vectors_that_change_meanwhile_are_refused(here):
+    vectors = VectorFiles(["x.npy"])
+    assert len(vectors.read(0, 10)) == 10
+    np.save("y.npy", clustered(3000, seed=3))
+    Path("y.npy").replace("x.npy")
+    for read in (lambda: vectors.read(0, 10), lambda: vectors.sample(5, 0)):
+        with pytest.raises(FileError, match=r"x\.npy has changed since it was opened"):
+            read()
+
+
+def test_one_process_at_a_time(here, capsys):
+    run = fitted(capsys)
+    with run.writing():
+        for command in (
+            ["fit", "run", "x.npy", *FIT, "--force"],
+            ["encode", "run", "x.npy", "--force"],
+            ["index", "run", "--force"],
+            ["evaluate", "run", "--queries", "q.npy"],
+        ):
+            assert "another process is writing to run" in refused(capsys, *command)
+    ok(capsys, "encode", "run", "x.npy", "--force")
+
+
+def test_remains_of_a_kill_are_removed(here, capsys):
+    fitted(capsys)
+    Path("run/.0123456789abcdef.tmp").write_bytes(b"half")
+    Path("run/.mine.tmp").write_bytes(b"mine")
+    ok(capsys, "index", "run", "--force")
+    assert not Path("run/.0123456789abcdef.tmp").exists()
+    assert Path("run/.mine.tmp").exists()
+
+
+def test_files_can_be_read_by_others(here, capsys):
+    fitted(capsys)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in Path("run").iterdir()}
+    assert len(set(modes.values())) == 1, modes
+
+
+def test_a_fit_that_cannot_be_saved_leaves_the_old_model(here, capsys, monkeypatch):
+    fitted(capsys)
+    before = tree(here)
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(RecurrentQuantizer, "save", full)
+    assert "No space left" in refused(capsys, "fit", "run", "x.npy", *FIT, "--seed", "4", "--force")
+    assert tree(here) == before
+
+
+def test_data_that_changed_after_training_are_noticed(here, capsys):
+    command = ["train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20"]
+    ok(capsys, *command)
+    ok(capsys, "encode", "run")
+    pack = dict(np.load("labelled.npz"))
+    pack["x"][50:] += 1
+    np.savez("labelled.npz", **pack)
+    assert "are of other items than the database" in refused(capsys, "evaluate", "run")
+
+
+def test_a_network_that_is_lost_is_not_trained_again(here, capsys):
+    ok(capsys, "train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20")
+    Path("run/checkpoint.safetensors").unlink()
+    assert "so the network is lost" in refused(capsys, "evaluate", "run")
+
+
 def test_codes_of_another_model_are_refused(here, capsys):
     fitted(capsys)
     ok(capsys, "fit", "other", "x.npy", *FIT, "--seed", "5")
@@ -291,7 +376,10 @@ WRONG = [
     (["fit", "new", "text.npy"], "text.npy is not a whole .npy file"),
     (["fit", "new", "cut.npy"], "cut.npy is not a whole .npy file"),
     (["fit", "new", "flat.npy"], "must hold numbers [N, D]"),
-    (["fit", "new", "labelled.npz"], "got an archive"),
+    (["fit", "new", "labelled.npz"], "is an archive of arrays"),
+    (["fit", "new", "pk.npy"], "pk.npy is not a whole .npy file"),
+    (["fit", "new", "header.npy"], "header.npy is not a whole .npy file"),
+    (["fit", "new", "x.npy", "--levels", "1000000000"], "levels must be"),
     (["fit", "new", "nan.npy"], "row 11 of nan.npy is not finite"),
     (["fit", "new", "columns.npy"], "is stored by columns"),
     (["fit", "new", "x.npy", "narrow.npy"], "narrow.npy has 3 dimensions and x.npy has 16"),
@@ -323,7 +411,13 @@ WRONG = [
     (["train", "new", "--data", "labelled.npz", "--words", "missing.txt"], "missing.txt cannot be read"),
     (["train", "new", "--data", "labelled.npz", "--config", "typo.json"], "no setting, did you mean margin?"),
     (["train", "new", "--data", "labelled.npz", "--config", "x.npy"], "x.npy is not JSON"),
-    (["train", "run", "--data", "labelled.npz", *TRAIN], "run is of another run"),
+    (["train", "new", "--config", "numbers.json"], "data must be the name of"),
+    (["train", "new", "--data", "labelled.npz", "--config", "words.json"], "hidden must be"),
+    (["train", "new", "--data", "labelled.npz", *TRAIN, "--dropout", "2"], "dropout must be"),
+    (["train", "new", "--data", "labelled.npz", *TRAIN, "--dim", "2"], "dim must be"),
+    (["train", "new", "--data", "labelled.npz", *TRAIN, "--hidden", "-5"], "hidden must be"),
+    (["train", "trained", "--data", "labelled.npz", *TRAIN, "--dim", "2", "--force"], "dim must be"),
+    (["train", "run", "--data", "labelled.npz", *TRAIN], "run/config.json of another run (ablation is None there"),
     (["train", "/proc/run", "--data", "labelled.npz", *TRAIN], "/proc/run cannot be made"),
     (["report", "new"], "new is not there"),
 ]  # fmt: skip
@@ -340,7 +434,15 @@ def test_bad_input_is_one_sentence(here, capsys, arguments, said):
     np.save("columns.npy", np.asfortranarray(x))
     np.save("nan.npy", np.where(np.arange(3000)[:, None] == 11, np.nan, x))
     np.save("twice.npy", np.zeros(3000, np.int64))
+    Path("pk.npy").write_bytes(b"PK\3\4junk")
+    Path("header.npy").write_bytes(
+        Path("x.npy").read_bytes().replace(b"'shape': (3000, 16), }", b"'shape': (3000, 16  ")
+    )
+    Path("numbers.json").write_text('{"data": 5}')
+    Path("words.json").write_text('{"hidden": "x"}')
     Path("typo.json").write_text('{"margn": 0.5}')
+    if "trained" in arguments:
+        ok(capsys, "train", "trained", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20")
     before = tree(here)
     assert said in refused(capsys, *arguments)
     after = tree(here)
@@ -395,19 +497,20 @@ def test_ctrl_c_leaves_no_model(here):
     assert out == ""
     assert err.strip().splitlines()[-1].startswith("drq-fast fit: interrupted")
     assert "Traceback" not in err
-    assert list(Path("run").iterdir()) == []
+    assert [path.name for path in Path("run").iterdir()] == [".lock"]
 
 
-def test_training_that_was_killed_goes_on(here, capsys):
+@pytest.mark.parametrize("forced", [False, True])
+def test_training_that_was_killed_goes_on(here, capsys, forced):
     command = ["train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "40", "5", "5", "--batch", "20"]
-    process = start(*command, "--checkpoint-seconds", "0")
+    process = start(*command, "--checkpoint-seconds", "0", *(["--force"] if forced else []))
     deadline = time.monotonic() + 60
     while not Path("run/checkpoint.safetensors").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     process.kill()
     process.communicate()
     assert not Path("run/model.drq").exists()
-    ok(capsys, *command, "--checkpoint-seconds", "0")
+    ok(capsys, *command, "--checkpoint-seconds", "0", *(["--force"] if forced else []))
     ok(capsys, "train", "whole", *command[2:], "--checkpoint-seconds", "0")
     assert fingerprint("run/model.drq", "quantizer") == fingerprint("whole/model.drq", "quantizer")
 

@@ -101,6 +101,14 @@ def test_a_trained_run_beside_another(runs, capsys):
     assert "| ablation | none | unsupervised |" in text
 
 
+def test_names_are_drawn_and_written_as_they_are(runs):
+    odd = (runs / "run").rename(runs / r"a$\frac$ {{data}} and so on and so on")
+    command("report", odd, "--points", 40)
+    text = (odd / "report" / "page.html").read_text()
+    assert r"<title>a$\frac$ {{data}} and so on and so on: " in text
+    assert text.count('"queries"') == 1
+
+
 def test_usage_is_counted_by_level(made):
     part = report._part(Run(made / "run"))
     codes = torch.zeros(8, 3, dtype=torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from .backbones import AlexNet, EfficientNetLite0, Precomputed
 from .datasets import Items
 from .model import ABLATIONS, Model
 from .protocols import PROTOCOLS, Split, split
-from .train import Config, features, train
+from .train import CHECKPOINT, Config, features, train
 
 # What the tables of docs/results.md were made with.
 FROM_FEATURES = Config(epochs=(20, 5, 10), margin=0.5, semantic=3.0, backbone_rate=1e-3)
@@ -57,9 +58,20 @@ class Settings:
 
     def __post_init__(self) -> None:
         op = "train"
-        object.__setattr__(self, "data", tuple(self.data))  # a list from JSON becomes what it was
-        if not self.data:
-            checks.fail(op, "data", "at least one file or folder", "none")
+        data = (self.data,) if isinstance(self.data, str) else self.data
+        if not isinstance(data, (list, tuple)) or not data or not all(isinstance(path, (str, Path)) for path in data):
+            checks.fail(op, "data", "the name of a folder or a file, or of several files", repr(data))
+        object.__setattr__(self, "data", tuple(str(path) for path in data))  # a list from JSON becomes what it was
+        for name in ("labels", "root", "words", "backbone"):
+            if not isinstance(getattr(self, name), (str, Path, type(None))):
+                checks.fail(op, name, "the name of a file", repr(getattr(self, name)))
+        for name in ("size", "hidden", "dim", "levels"):
+            checks.integer(op, name, getattr(self, name), 1, 1 << 20)
+        for name in ("train", "query"):
+            if getattr(self, name) is not None:
+                checks.integer(op, name, getattr(self, name), 0)
+        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
+            checks.fail(op, "dropout", "at least 0 and below 1", repr(self.dropout))
         checks.choice(op, "protocol", self.protocol, tuple(PROTOCOLS))
         checks.choice(op, "ablation", self.ablation, tuple(ABLATIONS))
         metric = self.metric or ("l2" if self.ablation == "unsupervised" else "ip")
@@ -72,6 +84,15 @@ class Settings:
                     op, "codewords", f"chosen for {self.protocol}, one of {', '.join(map(str, known))}", "nothing"
                 )
             object.__setattr__(self, "codewords", known[0])
+        checks.integer(op, "codewords", self.codewords, 2, checks.MAX_CODEWORDS)
+
+    def resolved(self) -> Settings:
+        """The same with absolute paths, which hold wherever a run is looked at."""
+        names = {name: getattr(self, name) for name in ("labels", "root", "words")}
+        if self.backbone != "efficientnet-lite0":
+            names["backbone"] = self.backbone
+        paths: dict[str, Any] = {name: str(Path(path).resolve()) for name, path in names.items() if path}
+        return dataclasses.replace(self, data=tuple(str(Path(path).resolve()) for path in self.data), **paths)
 
     @property
     def of_features(self) -> bool:
@@ -152,7 +173,12 @@ class Experiment:
             model.quantizer.load_state_dict(quantizer.state_dict())
             model.quantizer.initialised = True
             return model.eval()
+        if not (folder / CHECKPOINT).exists():
+            raise FileNotFoundError(f"run: {folder / CHECKPOINT} is not there, so the network is lost; train again.")
         train(model, self.items, self.split.train, self.config, folder=folder)
+        learnt, stored = model.quantizer.state_dict(), quantizer.state_dict()
+        if not all(torch.equal(value, stored[name]) for name, value in learnt.items()):
+            raise FileError(f"run: {folder / CHECKPOINT} is of another training than the model beside it; train again.")
         return model
 
     def features(self, model: Model, rows: Tensor) -> Tensor:
@@ -171,11 +197,22 @@ class ItemSource:
 
     def identity(self) -> Any:
         """The settings that decide which items these are."""
-        return dataclasses.asdict(self.experiment.settings) | {"seed": self.experiment.config.seed}
+        settings = self.experiment.settings
+        return dataclasses.asdict(settings) | {"seed": self.experiment.config.seed, "files": _state(settings.data)}
 
     def read(self, first: int, last: int) -> Tensor:
         """Features [last - first, dim]."""
         return self.experiment.features(self.model, self.rows[first:last])
+
+
+def _state(paths: tuple[str, ...]) -> str:
+    """What changes with the names, sizes or times of files, those in folders, too."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in map(Path, paths):
+        for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            state = file.stat()
+            digest.update(f"{file.name} {state.st_size} {state.st_mtime_ns} ".encode())
+    return digest.hexdigest()
 
 
 def read_items(settings: Settings) -> Items:

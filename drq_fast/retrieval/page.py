@@ -7,6 +7,7 @@ import html
 import io
 import itertools
 import json
+import re
 from collections.abc import Callable, Iterable
 from importlib import resources
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..files import FileError
+from ..files import FileError, read_array
 from ..index import Index
 from ..run import Run
 from .datasets import Items
@@ -75,7 +76,8 @@ def build(
     }
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no tag ends the script early
-    return template.replace("{{title}}", html.escape(part.name)).replace("{{data}}", embedded)
+    before, between, after = re.split(r"\{\{title\}\}|\{\{data\}\}", template)
+    return before + html.escape(part.name) + between + embedded + after
 
 
 def _lengths(part: Part) -> list[dict[str, Any]]:
@@ -97,7 +99,7 @@ def query_features(run: Run, dim: int) -> Tensor:
     """The features [Q, dim] of the queries, which `evaluate` has written."""
     if not run.queries.exists():
         raise FileNotFoundError(f"run: {run.queries} is not there; `drq-fast evaluate {run.folder} --force` makes it.")
-    query = _array(run.queries)
+    query = read_array("report", run.queries, mmap=True)
     if query.dtype != np.float32 or query.ndim != 2 or query.shape[1] != dim:
         raise FileError(f"report: {run.queries} must hold float32 [Q, {dim}], got {query.dtype} {list(query.shape)}.")
     return torch.from_numpy(np.array(query))
@@ -110,7 +112,7 @@ def item_pixels(items: Items) -> Pixels:
 
 def array_pixels(path: Path, count: int) -> Pixels:
     """The pixels of `count` items in a file, which stays on disk."""
-    pixels = _array(path)
+    pixels = read_array("report", path, mmap=True)
     grey_or_colour = pixels.ndim == 3 or (pixels.ndim == 4 and pixels.shape[3] == 3)
     if pixels.dtype != np.uint8 or not grey_or_colour or len(pixels) != count or 0 in pixels.shape:
         expected = f"uint8 [{count}, H, W] or [{count}, H, W, 3], a picture per item"
@@ -140,15 +142,3 @@ def _data_uri(image: Any, side: int) -> str:
     file = io.BytesIO()
     image.save(file, "WEBP", quality=82, method=4)
     return f"data:image/webp;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _array(path: Path) -> np.ndarray:
-    try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except OSError as error:
-        raise type(error)(f"report: {path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, EOFError) as error:
-        raise FileError(f"report: {path} is not a whole .npy file.") from error
-    if not isinstance(array, np.ndarray):
-        raise FileError(f"report: {path} is not a .npy file.")
-    return array

@@ -71,6 +71,12 @@ def _save(figure: Any, path: Path, title: str) -> None:
     figure.savefig(path, metadata=metadata, facecolor="white", dpi=130)
 
 
+def _name(name: str) -> str:
+    """A name as matplotlib draws it letter by letter, and not too long."""
+    short = name if len(name) <= 24 else f"{name[:23]}…"
+    return short.replace("$", r"\$")
+
+
 def _axes(xlabel: str, ylabel: str) -> tuple[Any, Any]:
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -83,12 +89,12 @@ def _by_bits(parts: Sequence[Part]) -> Any:
     lines = []
     for part, colour in zip(parts, _COLOURS, strict=False):
         lengths, values = _curve(part, part.measure)
-        axes.plot(lengths, values, "o-", color=colour, linewidth=2.4, markersize=7, label=part.name)
+        axes.plot(lengths, values, "o-", color=colour, linewidth=2.4, markersize=7, label=_name(part.name))
         for x, y in _some(list(zip(lengths, values, strict=True))):
             _note(axes, y, (x, y), (0, -17), colour, ha="center")
         exact = part.metrics.get("exact")
         if exact:
-            text = f"{part.name}, exact ({4 * part.layer.dim:,} bytes)"
+            text = f"{_name(part.name)}, exact ({4 * part.layer.dim:,} bytes)"
             lines.append(axes.axhline(exact[part.measure], color=colour, linestyle="--", linewidth=1.2, label=text))
     axes.set_xticks(sorted({bits for part in parts for bits in _curve(part, part.measure)[0]}))
     low, high = axes.get_ylim()
@@ -117,7 +123,7 @@ def _precision_recall(parts: Sequence[Part]) -> Any:
     for part, row, shade in _rows(parts):
         precision = row["precision_at_recall"]
         recall = np.arange(1, len(precision) + 1) / len(precision)
-        axes.plot(recall, precision, color=shade, linewidth=2, label=f"{part.name}, {row['bits']} bits")
+        axes.plot(recall, precision, color=shade, linewidth=2, label=f"{_name(part.name)}, {row['bits']} bits")
     axes.set(xlim=(0, 1), ylim=(0, 1.02))
     figure.legend(loc="outside lower center", ncols=len(parts) if len(parts) > 1 else 2)
     return figure
@@ -133,7 +139,7 @@ def _precision(parts: Sequence[Part]) -> Any:
             color=shade,
             linewidth=2,
             markersize=4,
-            label=f"{part.name}, {row['bits']} bits",
+            label=f"{_name(part.name)}, {row['bits']} bits",
         )
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -166,7 +172,7 @@ def _error(parts: Sequence[Part]) -> Any:
     figure, axes = _axes("level", "relative squared error")
     for part, colour in zip(parts, _COLOURS, strict=False):
         errors = [1.0, *(row["error"] for row in part.metrics["lengths"])]
-        axes.plot(range(len(errors)), errors, "o-", color=colour, linewidth=2.4, markersize=7, label=part.name)
+        axes.plot(range(len(errors)), errors, "o-", color=colour, linewidth=2.4, markersize=7, label=_name(part.name))
         _note(axes, errors[-1], (len(errors) - 1, errors[-1]), (9, 0), colour, va="center")
     levels = max(part.layer.levels for part in parts)
     axes.set_xticks(range(levels + 1), ["none", *map(str, range(1, levels + 1))])
@@ -188,7 +194,7 @@ def _usage(parts: Sequence[Part]) -> Any:
             axes.plot(ranks, share, color=_shade(colour, n / len(levels)), linewidth=2, label=label)
         K = part.layer.codewords
         axes.axhline(100 / K, color="#555555", linestyle=":", linewidth=1.4, label=f"all {K:,} alike")
-        axes.set(xlabel="codewords, the most used first", title=part.name)
+        axes.set(xlabel="codewords, the most used first", title=_name(part.name))
         axes.title.set_fontsize("medium")
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -205,19 +211,21 @@ def _tsne(parts: Sequence[Part], experiment: Experiment, points: int) -> Any:
     names, colours, kind = _kinds(labels[rows].numpy(), experiment.items.classes)
     figure = Figure(figsize=(5.4 * len(parts) + 1.6, 5.2), layout="constrained")
     panels = figure.subplots(1, len(parts), squeeze=False)[0]
+    legend: list[tuple[Any, str]] = []
     for axes, part in zip(panels, parts, strict=True):
         distinct, copy = torch.unique(part.codes[rows], dim=0, return_inverse=True)
         place = spread(embed(part.layer.decode(distinct).numpy()), copy.numpy())
         for n, (name, colour) in enumerate(zip(names, colours, strict=True)):
             x, y = place[kind == n].T
-            axes.scatter(x, y, s=60 / len(rows) ** 0.3, color=colour, linewidths=0, label=name)
+            dots = axes.scatter(x, y, s=60 / len(rows) ** 0.3, color=colour, linewidths=0)
+            if axes is panels[0]:
+                legend.append((dots, _name(name)))
         axes.set_aspect("equal", adjustable="datalim")
         axes.set_box_aspect(1)
-        axes.set(xticks=[], yticks=[], title=f"{part.name}: {part.measured} {_last(part)}")
+        axes.set(xticks=[], yticks=[], title=f"{_name(part.name)}: {part.measured} {_last(part)}")
         axes.title.set_fontsize("medium")
         axes.spines[:].set_visible(False)
-    handles, texts = panels[0].get_legend_handles_labels()
-    figure.legend(handles, texts, loc="outside right center", title="class", markerscale=3)
+    figure.legend(*zip(*legend, strict=True), loc="outside right center", title="class", markerscale=3)
     return figure
 
 

@@ -100,8 +100,7 @@ def write(
     first = parts[0]
     experiment = Experiment.of(run) if first.labelled else None
     pixels = _pixels(experiment, images)
-    run.make()
-    with _replaced(folder) as partial:
+    with run.writing(), _replaced(folder) as partial:
         if experiment is None:
             warnings.warn("a fitted run has no labels, so there is no page.html.", stacklevel=2)
         else:
