@@ -208,7 +208,8 @@ def table(task: Task, runs: dict[str, list[Run]], command: str, title: str) -> s
         for name in names:
             shown = name if len(runs) == 1 else ROWS[ablation]
             cells = [cell([run.values[name][i] for run in done]) for i in range(len(bits))]
-            spent = [run.seconds[name] for run in done if name in run.seconds]
+            timed = name if len(runs) == 1 else "ours"
+            spent = [run.seconds[timed] for run in done if timed in run.seconds]
             lines.append(f"| {shown} | {' | '.join(cells)} | {f'{np.mean(spent):.0f}' if spent else ''} |")
     return "\n".join(lines)
 
