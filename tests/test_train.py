@@ -71,7 +71,7 @@ def test_training_learns_in_three_stages(mining):
     assert [epoch["levels"] for epoch in history] == [0] * 8 + [1] * 4 + [3] * 8
     assert [epoch["error"] > 0 for epoch in history] == [False] * 8 + [True] * 12
     assert history[-1]["semantic"] < 0.7 * history[0]["semantic"]
-    assert history[-1]["triplet"] < 0.93 * history[0]["triplet"]
+    assert history[-1]["triplet"] < 0.97 * history[0]["triplet"]
     assert not model.training
     untrained = make_model()
     untrained.backbone.calibrate(blobs()[range(160)])

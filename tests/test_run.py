@@ -1,0 +1,180 @@
+"""A run folder: codes that resume, know their model and their vectors, and are written by one process at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from drq_fast import RecurrentQuantizer, commands
+from drq_fast import run as runs
+from drq_fast.files import FileError
+from drq_fast.vectors import VectorFiles
+
+TRAIN = ["--train", "20", "--query", "5", "--hidden", "32", "--dim", "48", "--codewords", "16", "--levels", "3"]
+
+
+class Counted(VectorFiles):
+    """Vectors that fail once, at a row."""
+
+    fails_at: int | None = None
+    rows_read = 0
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        if self.fails_at is not None and first >= self.fails_at:
+            raise OSError("the disk is gone")
+        Counted.rows_read += last - first
+        return super().read(first, last)
+
+
+def test_encoding_goes_on_where_it_was(shell, monkeypatch):
+    whole = shell.fitted().codes.read_bytes()
+    monkeypatch.setattr(runs, "_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "block_rows", lambda dim: 250)
+    monkeypatch.setattr(commands, "VectorFiles", Counted)
+    monkeypatch.setattr(Counted, "fails_at", 2000)
+    assert "the disk is gone" in shell.refused("encode", "run", "x.npy", "--force")
+    assert Path("run/codes.npy").read_bytes() == whole  # the old ones are kept
+    Path("run/codes.npy").write_bytes(b"")
+    with Path("run/codes.partial").open("ab") as file:
+        file.write(b"half a block that nobody has counted")
+    monkeypatch.setattr(Counted, "fails_at", None)
+    monkeypatch.setattr(Counted, "rows_read", 0)
+    shell.ok("encode", "run", "x.npy", "--force")
+    assert Counted.rows_read == 1000
+    assert Path("run/codes.npy").read_bytes() == whole
+    assert not list(Path("run").glob("codes.partial*"))
+
+
+@pytest.mark.parametrize("change", ["beam", "file", "model"])
+def test_an_encoding_of_something_else_starts_anew(shell, monkeypatch, change):
+    shell.fitted()
+    monkeypatch.setattr(runs, "_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "block_rows", lambda dim: 250)
+    monkeypatch.setattr(commands, "VectorFiles", Counted)
+    monkeypatch.setattr(Counted, "fails_at", 2000)
+    shell.refused("encode", "run", "x.npy", "--force")
+    monkeypatch.setattr(Counted, "fails_at", None)
+    if change == "file":
+        np.save("x.npy", shell.clustered(3000, seed=5))
+    elif change == "model":
+        partial = Path("run/codes.partial").read_bytes(), Path("run/codes.partial.json").read_bytes()
+        shell.ok("fit", "run", "x.npy", *shell.FIT, "--seed", "3", "--force")
+        Path("run/codes.partial").write_bytes(partial[0])
+        Path("run/codes.partial.json").write_bytes(partial[1])
+    beam = 4 if change == "beam" else 1
+    shell.ok("encode", "run", "x.npy", "--force", "--beam", str(beam))
+    expected = RecurrentQuantizer.load("run/model.drq").encode(np.load("x.npy"), beam=beam)
+    assert np.array_equal(np.load("run/codes.npy"), expected)
+
+
+@pytest.mark.parametrize("damage", ["shorter", "other bytes", "state"])
+def test_a_damaged_partial_file_is_not_trusted(shell, monkeypatch, damage):
+    whole = shell.fitted().codes.read_bytes()
+    monkeypatch.setattr(runs, "_SECONDS", 0.0)
+    monkeypatch.setattr(runs, "block_rows", lambda dim: 250)
+    monkeypatch.setattr(commands, "VectorFiles", Counted)
+    monkeypatch.setattr(Counted, "fails_at", 2000)
+    shell.refused("encode", "run", "x.npy", "--force")
+    monkeypatch.setattr(Counted, "fails_at", None)
+    partial = Path("run/codes.partial")
+    if damage == "shorter":
+        partial.write_bytes(partial.read_bytes()[:500])
+    elif damage == "other bytes":
+        partial.write_bytes(partial.read_bytes()[:500] + b"x" + partial.read_bytes()[501:])
+    else:
+        Path("run/codes.partial.json").write_text("{")
+    shell.ok("encode", "run", "x.npy", "--force")
+    assert Path("run/codes.npy").read_bytes() == whole
+
+
+def test_vectors_that_change_meanwhile_are_refused(shell):
+    vectors = VectorFiles(["x.npy"])
+    assert len(vectors.read(0, 10)) == 10
+    np.save("y.npy", shell.clustered(3000, seed=3))
+    Path("y.npy").replace("x.npy")
+    for read in (lambda: vectors.read(0, 10), lambda: vectors.sample(5, 0)):
+        with pytest.raises(FileError, match=r"x\.npy has changed since it was opened"):
+            read()
+
+
+def test_one_process_at_a_time(shell):
+    run = shell.fitted()
+    with run.writing():
+        for command in (
+            ["fit", "run", "x.npy", *shell.FIT, "--force"],
+            ["encode", "run", "x.npy", "--force"],
+            ["index", "run", "--force"],
+            ["evaluate", "run", "--queries", "q.npy"],
+        ):
+            assert "another process is writing to run" in shell.refused(*command)
+    shell.ok("encode", "run", "x.npy", "--force")
+
+
+def test_remains_of_a_kill_are_removed(shell):
+    shell.fitted()
+    Path("run/.0123456789abcdef.tmp").write_bytes(b"half")
+    Path("run/.mine.tmp").write_bytes(b"mine")
+    shell.ok("index", "run", "--force")
+    assert not Path("run/.0123456789abcdef.tmp").exists()
+    assert Path("run/.mine.tmp").exists()
+
+
+def test_files_can_be_read_by_others(shell):
+    shell.fitted()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in Path("run").iterdir()}
+    assert len(set(modes.values())) == 1, modes
+
+
+def test_a_fit_that_cannot_be_saved_leaves_the_old_model(shell, monkeypatch):
+    shell.fitted()
+    before = shell.tree()
+
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(RecurrentQuantizer, "save", full)
+    assert "No space left" in shell.refused("fit", "run", "x.npy", *shell.FIT, "--seed", "4", "--force")
+    assert shell.tree() == before
+
+
+def test_data_that_changed_after_training_are_noticed(shell):
+    command = ["train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20"]
+    shell.ok(*command)
+    shell.ok("encode", "run")
+    pack = dict(np.load("labelled.npz"))
+    pack["x"][50:] += 1
+    np.savez("labelled.npz", **pack)
+    assert "are of other items than the database" in shell.refused("evaluate", "run")
+
+
+def test_a_network_that_is_lost_is_not_trained_again(shell):
+    shell.ok("train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20")
+    Path("run/checkpoint.safetensors").unlink()
+    assert "so the network is lost" in shell.refused("evaluate", "run")
+
+
+def test_codes_of_another_model_are_refused(shell):
+    shell.fitted()
+    shell.ok("fit", "other", "x.npy", *shell.FIT, "--seed", "5")
+    Path("other/model.drq").replace("run/model.drq")
+    for command in (["index", "run", "--force"], ["evaluate", "run", "--queries", "q.npy"]):
+        assert "was made by another model" in shell.refused(*command)
+
+
+def test_codes_that_were_changed_are_refused(shell):
+    shell.fitted()
+    codes = np.load("run/codes.npy")
+    codes[5] += 1
+    np.save("run/codes.npy", codes)
+    assert "is not what" in shell.refused("index", "run", "--force")
+
+
+def test_new_codes_leave_nothing_that_was_made_of_the_old(shell):
+    shell.fitted()
+    shell.ok("evaluate", "run", "--queries", "q.npy")
+    shell.ok("encode", "run", "x.npy", "--beam", "8", "--force")
+    assert not Path("run/index.drq").exists()
+    assert not Path("run/metrics.json").exists()
