@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import threading
 import typing
 import warnings
 from collections.abc import Iterator, Sequence
@@ -86,11 +87,11 @@ def _signals() -> Iterator[None]:
     def interrupt(*_: object) -> NoReturn:
         raise _Interrupted
 
-    try:
-        before = signal.signal(signal.SIGINT, interrupt)
-    except ValueError:  # another thread than the main one, which gets all signals
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # as a shell wants it of what runs in the background
+    if ignored or threading.current_thread() is not threading.main_thread():
         yield
         return
+    before = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in the background
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
 torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # fills torch.empty with NaN, too
