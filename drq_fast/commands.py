@@ -69,7 +69,7 @@ def fit(options: argparse.Namespace) -> Result:
         run.replace_model(layer, config)
         for name in (CHECKPOINT, HISTORY):  # of a training in the same place
             (run.folder / name).unlink(missing_ok=True)
-    lengths = _lengths(layer)
+    lengths = _lengths(layer.codewords, layer.levels)
     result = {"model": str(run.model), "sample": len(x), "errors": dict(zip(map(str, lengths), errors, strict=True))}
     rows = [(f"{b} bits", f"{e:.4f}") for b, e in zip(lengths, errors, strict=True)]
     return result, f"{_table(('code', 'relative squared error'), rows)}\n{run.model}: fitted to {len(x):,} vectors"
@@ -297,7 +297,7 @@ def _neighbours(vectors: VectorFiles, query: Tensor, k: int, metric: str) -> Ten
     query = normalise(query, dim=1) if metric == "cosine" else query
     best = torch.empty(len(query), 0)
     ids = torch.empty(len(query), 0, dtype=torch.int64)
-    for first, block in vectors.blocks(desc="exact neighbours"):
+    for first, block in vectors.blocks("exact neighbours"):
         block = normalise(block, dim=1) if metric == "cosine" else block
         scores = query @ block.T
         if metric == "l2":
@@ -372,14 +372,14 @@ def _not_inside(run: Run, paths: Iterable[str]) -> None:
 
 def _levels(length: int | None, codewords: int, levels: int) -> int:
     """How many levels so many bits are."""
-    lengths = [bits(codewords, L) for L in range(1, levels + 1)]
+    lengths = _lengths(codewords, levels)
     if length is not None and length not in lengths:
         checks.fail("search", "bits", f"one of {', '.join(map(str, lengths))}", length)
     return levels if length is None else lengths.index(length) + 1
 
 
-def _lengths(layer: RecurrentQuantizer) -> list[int]:
-    return [bits(layer.codewords, L) for L in range(1, layer.levels + 1)]
+def _lengths(codewords: int, levels: int) -> list[int]:
+    return [bits(codewords, L) for L in range(1, levels + 1)]
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:

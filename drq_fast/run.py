@@ -128,7 +128,7 @@ class Run:
             raise FileNotFoundError(f"run: {self.model} is not there; `drq-fast fit` or `train` makes it.")
         return RecurrentQuantizer.load(self.model)
 
-    def encode(self, source: Source, *, beam: int, force: bool) -> dict[str, Any]:
+    def encode(self, source: Source, *, beam: int, force: bool) -> None:
         """Writes the codes of all vectors; goes on with what an interrupted call of the same kind has left."""
         layer = self.quantizer()
         if source.dim != layer.dim:
@@ -152,7 +152,6 @@ class Run:
         self.write_json(self.made_by, made_by | {"checksum": digest})
         os.replace(self.partial, self.codes)
         self.partial_state.unlink(missing_ok=True)
-        return made_by
 
     def _encode(self, source: Source, layer: RecurrentQuantizer, made_by: dict[str, Any]) -> str:
         """Writes all codes to the partial file, from where it ends; its checksum."""

@@ -52,11 +52,11 @@ class VectorFiles:
                 parts.append(file.read(max(first - begin, 0), min(last - begin, file.rows)))
         return self._finite(np.concatenate(parts[1:] or parts), np.arange(first, last))
 
-    def blocks(self, first: int = 0, *, desc: str) -> Iterator[tuple[int, Tensor]]:
-        """(number of its first row, block [n, D]) from row `first` on, with a progress bar."""
+    def blocks(self, desc: str) -> Iterator[tuple[int, Tensor]]:
+        """(number of its first row, block [n, D]) of all rows, with a progress bar."""
         step = block_rows(self.dim)
-        with tqdm(total=len(self), initial=first, desc=desc, unit="vector", unit_scale=True, disable=None) as bar:
-            for start in range(first, len(self), step):
+        with tqdm(total=len(self), desc=desc, unit="vector", unit_scale=True, disable=None) as bar:
+            for start in range(0, len(self), step):
                 block = self.read(start, min(start + step, len(self)))
                 yield start, block
                 bar.update(len(block))

@@ -29,18 +29,23 @@ class Counted(VectorFiles):
         return super().read(first, last)
 
 
-def test_encoding_goes_on_where_it_was(shell, monkeypatch):
-    whole = shell.fitted().codes.read_bytes()
+def encode_two_thirds(shell, monkeypatch) -> None:
+    """An encoding that fails at row 2000 of 3000, and would not again."""
     monkeypatch.setattr(runs, "_SECONDS", 0.0)
     monkeypatch.setattr(runs, "block_rows", lambda dim: 250)
     monkeypatch.setattr(commands, "VectorFiles", Counted)
     monkeypatch.setattr(Counted, "fails_at", 2000)
     assert "the disk is gone" in shell.refused("encode", "run", "x.npy", "--force")
+    monkeypatch.setattr(Counted, "fails_at", None)
+
+
+def test_encoding_goes_on_where_it_was(shell, monkeypatch):
+    whole = shell.fitted().codes.read_bytes()
+    encode_two_thirds(shell, monkeypatch)
     assert Path("run/codes.npy").read_bytes() == whole  # the old ones are kept
     Path("run/codes.npy").write_bytes(b"")
     with Path("run/codes.partial").open("ab") as file:
         file.write(b"half a block that nobody has counted")
-    monkeypatch.setattr(Counted, "fails_at", None)
     monkeypatch.setattr(Counted, "rows_read", 0)
     shell.ok("encode", "run", "x.npy", "--force")
     assert Counted.rows_read == 1000
@@ -51,12 +56,7 @@ def test_encoding_goes_on_where_it_was(shell, monkeypatch):
 @pytest.mark.parametrize("change", ["beam", "file", "model"])
 def test_an_encoding_of_something_else_starts_anew(shell, monkeypatch, change):
     shell.fitted()
-    monkeypatch.setattr(runs, "_SECONDS", 0.0)
-    monkeypatch.setattr(runs, "block_rows", lambda dim: 250)
-    monkeypatch.setattr(commands, "VectorFiles", Counted)
-    monkeypatch.setattr(Counted, "fails_at", 2000)
-    shell.refused("encode", "run", "x.npy", "--force")
-    monkeypatch.setattr(Counted, "fails_at", None)
+    encode_two_thirds(shell, monkeypatch)
     if change == "file":
         np.save("x.npy", shell.clustered(3000, seed=5))
     elif change == "model":
@@ -73,12 +73,7 @@ def test_an_encoding_of_something_else_starts_anew(shell, monkeypatch, change):
 @pytest.mark.parametrize("damage", ["shorter", "other bytes", "state"])
 def test_a_damaged_partial_file_is_not_trusted(shell, monkeypatch, damage):
     whole = shell.fitted().codes.read_bytes()
-    monkeypatch.setattr(runs, "_SECONDS", 0.0)
-    monkeypatch.setattr(runs, "block_rows", lambda dim: 250)
-    monkeypatch.setattr(commands, "VectorFiles", Counted)
-    monkeypatch.setattr(Counted, "fails_at", 2000)
-    shell.refused("encode", "run", "x.npy", "--force")
-    monkeypatch.setattr(Counted, "fails_at", None)
+    encode_two_thirds(shell, monkeypatch)
     partial = Path("run/codes.partial")
     if damage == "shorter":
         partial.write_bytes(partial.read_bytes()[:500])
