@@ -57,10 +57,11 @@ ROWS = {
 
 
 class Run(NamedTuple):
-    """mAP by row and code length of one seed, and seconds."""
+    """mAP by row and code length of one seed, seconds, and the losses of every epoch."""
 
     values: dict[str, list[float]]
     seconds: dict[str, float]
+    history: list[dict[str, float]]
 
 
 class Task:
@@ -89,11 +90,11 @@ class Task:
                 experiment.split = halves(experiment.split.train, experiment.items.labels, seed)
             folder = self.options.run and self.options.run / f"{ablation}-{codewords}-{seed}"
             start = time.perf_counter()
-            model, _ = experiment.train(folder)
+            model, history = experiment.train(folder)
             add(seconds, "ours", time.perf_counter() - start)
             x = {name: experiment.features(model, part) for name, part in experiment.split._asdict().items()}
             self.evaluate(model, x, experiment, values, seconds)
-        return Run(values, seconds)
+        return Run(values, seconds, history)
 
     def evaluate(
         self,
@@ -115,6 +116,8 @@ class Task:
             values.setdefault(f"ours{suffix}", []).extend(figures.mean_average_precision for figures in shown)
             exact = evaluate_vectors(x["database"], labels, metric=metric, **asked).mean_average_precision
             values.setdefault(f"learned features, exact{suffix}", []).extend([exact] * len(shown))
+        for name, limit in limits(model, x["query"], of_items[rows.query], x["train"], of_items[rows.train]).items():
+            values.setdefault(name, []).extend([limit] * len(shown))
         for name, recipe in self.peers.items():
             for L in range(1, LEVELS + 1):
                 start = time.perf_counter()
@@ -123,6 +126,19 @@ class Task:
                 for metric, suffix in RANKINGS.items():
                     figures = evaluate_vectors(decoded, labels, metric=metric, copies=copies, **asked)
                     values.setdefault(f"{name}{suffix}", []).append(figures.mean_average_precision)
+
+
+def limits(model: Model, query: Tensor, query_labels: Tensor, train: Tensor, labels: Tensor) -> dict[str, float]:
+    """What the codes cannot mend: how the features do on images that were learnt, and how often they miss the class."""
+    some = torch.linspace(0, len(train) - 1, min(len(train), 1000)).long()
+    known = evaluate_vectors(train, labels, train[some], labels[some], R=len(train), metric="ip")
+    found = {"training images ranked for 1,000 of them, exact": known.mean_average_precision}
+    if model.head is not None and model.head.fc9 is not None:
+        z = query[:, -model.words.shape[1] :]
+        nearest = torch.nn.functional.cosine_similarity(z[:, None], model.words, dim=2).argmax(1)
+        right = query_labels.gather(1, nearest[:, None]).double().mean()
+        found["share of queries nearest to a word of theirs"] = right.item()
+    return found
 
 
 def faiss_codes(recipe: str, x: Tensor, database: Tensor) -> tuple[Tensor, Tensor]:
@@ -259,6 +275,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     parser.add_argument("--keep", type=Path, help="JSON file of runs; read if it is there, written after every run")
     parser.add_argument("--name", help="of the table in docs/results.md")
+    parser.add_argument("--curve", type=Path, help="SVG file for the losses of the first run by epoch")
     options = parser.parse_args()
     if options.sizes:
         return show(sizes(), options.name)
@@ -282,6 +299,10 @@ def main() -> None:
     command += f" --set {' '.join(options.set)}" if options.set else ""
     text = table(task, runs, command + (f' --name "{options.name}"' if options.name else ""), options.name or "paper")
     show(text, options.name)
+    if options.curve:
+        from drq_fast.retrieval.plots import draw_losses  # needs matplotlib
+
+        draw_losses(options.curve, next(iter(runs.values()))[0].history, options.name or "paper")
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ from .run import Run, Source
 from .vectors import VectorFiles
 
 Result = tuple[dict[str, Any], str]
-HISTORY = "history.json"
 DEPTHS = (1, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # of the curve of precision
 
 
@@ -67,8 +66,8 @@ def fit(options: argparse.Namespace) -> Result:
         run.vacant(run.model, options.force)
         errors = layer.fit(x, rounds=options.rounds, beam=options.beam, sample=len(x), seed=seed)
         run.replace_model(layer, config)
-        for name in (CHECKPOINT, HISTORY):  # of a training in the same place
-            (run.folder / name).unlink(missing_ok=True)
+        for path in (run.folder / CHECKPOINT, run.history):  # of a training in the same place
+            path.unlink(missing_ok=True)
     lengths = _lengths(layer.codewords, layer.levels)
     result = {"model": str(run.model), "sample": len(x), "errors": dict(zip(map(str, lengths), errors, strict=True))}
     rows = [(f"{b} bits", f"{e:.4f}") for b, e in zip(lengths, errors, strict=True)]
@@ -163,7 +162,7 @@ def train(options: argparse.Namespace) -> Result:
         finally:
             if not (run.folder / CHECKPOINT).exists():
                 run.config.unlink()  # nothing has begun
-        run.write_json(run.folder / HISTORY, {"epochs": history})
+        run.write_json(run.history, {"epochs": history})
         run.replace_model(model.quantizer, config)
     rows = experiment.split
     counts = {name: len(part) for name, part in rows._asdict().items()}
@@ -334,7 +333,7 @@ def _make_way(run: Run, config: dict[str, Any], force: bool) -> None:
     if not force:
         run.vacant(run.model if not differing else run.config, force, _difference(there, config, differing))
     run.forget_codes()
-    for path in (run.model, run.folder / CHECKPOINT, run.folder / HISTORY, run.config):
+    for path in (run.model, run.folder / CHECKPOINT, run.history, run.config):
         path.unlink(missing_ok=True)
 
 

@@ -62,6 +62,7 @@ class Run:
         self.index = self.folder / "index.drq"
         self.queries = self.folder / "queries.npy"
         self.metrics = self.folder / "metrics.json"
+        self.history = self.folder / "history.json"
         self.partial = self.folder / "codes.partial"
         self.partial_state = self.folder / "codes.partial.json"
 

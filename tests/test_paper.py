@@ -49,7 +49,12 @@ def test_the_table_and_the_runs_that_are_kept(data, tmp_path):
     assert min(map(min, by_code)) > 0.8  # two classes that are easy to tell apart
     assert len(cells(out, "learned features, exact")) == len(cells(out, "ours, by distance")) == 5
     assert "--seeds 2 --set epochs=1,1,1 batch=64`." in out
-    again = paper(data, "--seeds", "2", "--keep", str(tmp_path / "runs.json"))
+    known, right = "training images ranked for 1,000 of them, exact", "share of queries nearest to a word of theirs"
+    assert min(float(value.split()[0]) for row in (known, right) for value in cells(out, row)[:4]) > 0.8
+    assert [epoch["levels"] for epoch in kept[0][2]] == [0, 1, 4]
+    curve = tmp_path / "curve.svg"
+    again = paper(data, "--seeds", "2", "--keep", str(tmp_path / "runs.json"), "--curve", str(curve))
+    assert curve.read_text().rstrip().endswith("</svg>")
     assert not [line for line in again.splitlines() if line.startswith("none ")]  # nothing was computed anew
     assert cells(again, "ours") == cells(out, "ours")
 

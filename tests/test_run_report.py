@@ -23,7 +23,7 @@ pytest.importorskip("PIL")
 N, CLASSES = 120, 3
 NETWORK = ["--hidden", "16", "--dim", "24", "--codewords", "8", "--levels", "3", "--epochs", "2", "1", "1"]
 COUNTS = ["--train", "15", "--query", "5"]
-LABELLED = {"map.svg", "precision_recall.svg", "precision.svg", "error.svg", "usage.svg", "tsne.png"}
+LABELLED = {"map.svg", "precision_recall.svg", "precision.svg", "error.svg", "usage.svg", "losses.svg", "tsne.png"}
 
 
 def command(*arguments: object) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import torch
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
+from matplotlib.ticker import MaxNLocator
 
 from .experiment import Experiment
 
@@ -30,6 +32,7 @@ _STYLE: Any = {
     "legend.frameon": False,
     "legend.fontsize": "small",
 }
+_LOSSES = {"semantic": "$l_s$, adaptive margin", "triplet": "$l_t$, triplets", "error": "$E_h + E_s + E_j$, quantizer"}
 _LINES = 4  # of one run in a figure, where it has more levels
 _NAMED = 20  # classes with a colour of their own
 _COMPONENTS = 50  # that t-SNE starts from
@@ -52,6 +55,8 @@ def draw(folder: Path, parts: Sequence[Part], experiment: Experiment | None, poi
         "error.svg": (_error, "What is left of the features after each level"),
         "usage.svg": (_usage, "How often each codeword is used, by level"),
     }
+    if any(part.history for part in parts):
+        figures["losses.svg"] = (_losses, "Losses by epoch; dotted: more levels from here on")
     drawn = {}
     with matplotlib.rc_context(_STYLE):
         for name, (make, caption) in figures.items():
@@ -62,6 +67,12 @@ def draw(folder: Path, parts: Sequence[Part], experiment: Experiment | None, poi
             _save(_tsne(parts, experiment, points), folder / "tsne.png", caption)
             drawn["tsne.png"] = caption
     return drawn
+
+
+def draw_losses(path: Path, history: Sequence[dict[str, float]], name: str) -> None:
+    """The losses of a training by epoch, as `train` returns them."""
+    with matplotlib.rc_context(_STYLE):
+        _save(_by_epoch({name: history}), path, f"{name}: losses by epoch; dotted: more levels from here on")
 
 
 def _save(figure: Any, path: Path, title: str) -> None:
@@ -166,6 +177,32 @@ def _some(rows: list[Any]) -> list[Any]:
 def _shade(colour: str, part: float) -> tuple[float, ...]:
     strength = 0.25 + 0.75 * part
     return tuple(1 - strength * (1 - value) for value in to_rgb(colour))
+
+
+def _losses(parts: Sequence[Part]) -> Any:
+    return _by_epoch({_name(part.name): part.history for part in parts})
+
+
+def _by_epoch(histories: Mapping[str, Sequence[dict[str, float]]]) -> Any:
+    """A panel for each loss; lines between epochs where the number of levels changes."""
+    figure = Figure(figsize=(10, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(_LOSSES))
+    for axes, (key, title) in zip(panels, _LOSSES.items(), strict=True):
+        axes.set(title=title, xlabel="epoch")
+        axes.title.set_fontsize("medium")
+        for (name, history), colour in zip(histories.items(), _COLOURS, strict=False):
+            epochs = [(n, row) for n, row in enumerate(history, 1) if key != "error" or row["levels"]]
+            values = [row[key] for _, row in epochs]
+            axes.plot([n for n, _ in epochs], values, ".-", color=colour, linewidth=2, label=name)
+            for n, (row, following) in enumerate(pairwise(history), 1):
+                if row["levels"] != following["levels"]:
+                    axes.axvline(n + 0.5, color=colour, linestyle=":", linewidth=1.2)
+        axes.set_xlim(0.5, max(map(len, histories.values())) + 0.5)
+        axes.set_ylim(bottom=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if len(histories) > 1:
+        panels[0].legend()
+    return figure
 
 
 def _error(parts: Sequence[Part]) -> Any:

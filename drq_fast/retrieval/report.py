@@ -29,7 +29,8 @@ _SAME_ANSWERS = ("kind", "R", "k", "queries", "database")
 
 
 class Part(NamedTuple):
-    """One run of a report: its name, settings, figures, model, codes [N, levels] and what these are the codes of."""
+    """One run of a report: its name, settings, figures, model, codes [N, levels] and what these are the codes of;
+    history: the losses of every epoch, if it was trained."""
 
     name: str
     config: dict[str, Any]
@@ -37,6 +38,7 @@ class Part(NamedTuple):
     layer: RecurrentQuantizer
     codes: Tensor
     source: Any
+    history: list[dict[str, float]]
 
     @property
     def labelled(self) -> bool:
@@ -132,7 +134,8 @@ def _part(run: Run) -> Part:
         raise FileError(f"report: {run.metrics} is not of the codes in {run.folder}; evaluate again with --force.")
     name, ablation = run.folder.resolve().name, config.get("ablation", "none")
     name = name if ablation in ("none", name) else f"{name} ({ablation})"
-    return Part(name, config, metrics, layer, codes, made_by.get("source"))
+    history = run.read_json(run.history, "train").get("epochs", []) if run.history.exists() else []
+    return Part(name, config, metrics, layer, codes, made_by.get("source"), history)
 
 
 def _same_data(first: Part, other: Part, beside: Run) -> None:
