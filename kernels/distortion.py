@@ -91,8 +91,9 @@ def _rebase(
 
 
 @triton.jit
-def _soft_choice(key, r, nearest, gamma, inside):
-    """p = softmax(-gamma d) [ROWS, KP] and d = sqrt(r + key), given the smallest d."""
+def _soft_choice(key, r, smallest, gamma, inside):
+    """p = softmax(-gamma d) [ROWS, KP] and d = sqrt(r + key), given the smallest key."""
+    nearest = tl.sqrt(tl.maximum(r + smallest, 0.0))
     distance = tl.sqrt(tl.maximum(r[:, None] + key, 0.0))
     weight = tl.where(inside[None, :], tl.exp(-gamma * (distance - nearest[:, None])), 0.0)
     return weight / tl.sum(weight, axis=1)[:, None], distance
@@ -155,10 +156,12 @@ def distortion_kernel(
         if AGAIN:
             b = tl.load(codes + n * M + m, mask=live, other=0).to(tl.int32)
             best = tl.sum(tl.where(k[None, :] == b[:, None], key, 0.0), axis=1)
+            smallest = tl.min(key, axis=1)  # below `best` where scores were rounded in another way
         else:
             best, b = first_smallest(key, k, K)
+            smallest = best
             tl.store(codes + n * M + m, b.to(tl.int64), mask=live)
-        p, _ = _soft_choice(key, r, tl.sqrt(tl.maximum(r + best, 0.0)), sharpness, inside)
+        p, _ = _soft_choice(key, r, smallest, sharpness, inside)
         total += s * (p - (k[None, :] == b[:, None]).to(tl.float32))
         tl.store(delta + (n * stride + m * step)[:, None] * KP + k[None, :], total, mask=live[:, None])
         r += best
@@ -190,11 +193,10 @@ def _residual_at(residuals, norm, n, live, M, m):
 
 
 @triton.jit
-def _soft_choice_at(t, r, b, k, s, diagonal, gamma, inside):
-    """p and d of `_soft_choice` from scores t, where codeword b [ROWS] is known to be the nearest."""
+def _soft_choice_at(t, r, k, s, diagonal, gamma, inside):
+    """p and d of `_soft_choice` from scores t."""
     key = tl.where(inside, s * s * tl.load(diagonal + k), float("inf"))[None, :] - 2 * s * t
-    best = tl.sum(tl.where(k[None, :] == b[:, None], key, 0.0), axis=1)
-    return _soft_choice(key, r, tl.sqrt(tl.maximum(r + best, 0.0)), gamma, inside)
+    return _soft_choice(key, r, tl.min(key, axis=1), gamma, inside)
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -293,7 +295,7 @@ def distortion_backward_kernel(
             fresh = tl.load(dscores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
             t = tl.where(small[:, None], fresh, t)
             tl.debug_barrier()
-        p, distance = _soft_choice_at(t, r, b, k, s, diagonal, sharpness, inside)
+        p, distance = _soft_choice_at(t, r, k, s, diagonal, sharpness, inside)
         hot = k[None, :] == b[:, None]
         mean = tl.sum(p * a, axis=1)
         ds += mean - tl.sum(tl.where(hot, a, 0.0), axis=1)

@@ -175,7 +175,8 @@ def level_backward_kernel(
         now = tl.load(t + here, mask=live[:, None], other=0.0)
         key = tl.where(k < K, s * s * tl.load(diagonal + k), float("inf"))[None, :] - 2 * s * now
         distance = tl.sqrt(tl.maximum(squared[:, None] + key, 0.0))
-        weight = tl.where((k < K)[None, :], tl.exp(-sharpness * (distance - nearest[:, None])), 0.0)
+        beyond = tl.maximum(distance - nearest[:, None], 0.0)  # below where scores were rounded in another way
+        weight = tl.where((k < K)[None, :], tl.exp(-sharpness * beyond), 0.0)
         total += tl.sum(weight, axis=1)
         mean += tl.sum(weight * of_delta, axis=1)
     mean /= total
@@ -190,7 +191,8 @@ def level_backward_kernel(
         diag = tl.load(diagonal + k)
         key = tl.where(k < K, s * s * diag, float("inf"))[None, :] - 2 * s * now
         distance = tl.sqrt(tl.maximum(squared[:, None] + key, 0.0))
-        weight = tl.where((k < K)[None, :], tl.exp(-sharpness * (distance - nearest[:, None])), 0.0)
+        beyond = tl.maximum(distance - nearest[:, None], 0.0)
+        weight = tl.where((k < K)[None, :], tl.exp(-sharpness * beyond), 0.0)
         of_delta = tl.load(a + here, mask=live[:, None], other=0.0)
         far = (distance > near[:, None]) & (k < K)[None, :]
         slope = weight / total[:, None] * (of_delta - mean[:, None]) / tl.where(far, distance, 1.0)

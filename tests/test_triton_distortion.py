@@ -43,7 +43,8 @@ def test_errors_and_gradients(codec, N, D, K, M):
 @pytest.mark.slow
 @pytest.mark.parametrize(("N", "D", "K", "M"), [(33, 700, 256, 8), (18, 9, 40, 16), (17, 20, 1000, 4), (3, 3, 4096, 2)])
 def test_errors_and_gradients_of_larger_codebooks(codec, N, D, K, M):
-    assert_agrees(codec(N, D, K, M), gamma=1.5)
+    # The offset's gradient is the sum of x's, which cancel where there are three rows of three numbers.
+    assert_agrees(codec(N, D, K, M), limit=5e-5 if N == 3 else 2e-5, gamma=1.5)
 
 
 @pytest.mark.parametrize("gamma", [0.01, 30.0])
@@ -67,6 +68,21 @@ def test_exact_hits_have_no_error_and_finite_gradients(codec, K):
     errors, _, gradients = run(inputs, "triton", gamma=9.0)
     assert errors[0].abs().max() == 0
     assert all(g.isfinite().all() for g in gradients)
+
+
+@pytest.mark.parametrize("K", [32, 260])
+def test_codes_that_rounding_has_made_the_second_best_have_finite_gradients(codec, K):
+    from drq_fast.kernels import distortion as kernels
+
+    x, codebook, scale, _ = (value.to(DEVICE) for value in codec(N=20, D=8, K=K, M=2))
+    scored, gamma = kernels.codec_of(codebook, scale), torch.tensor([1e3], device=DEVICE)
+    scores = torch.zeros(20, scored.P, device=DEVICE)
+    scores[:, :K] = x @ codebook.T
+    levels = kernels.distortion(x, scored, scores, gamma)
+    levels = levels._replace(codes=(levels.codes + 1) % K)
+    ones = torch.ones_like(levels.soft)
+    found = kernels.distortion_backward(x, scored, scores, gamma, levels, ones, ones, ones)
+    assert all(gradient.isfinite().all() for gradient in found)
 
 
 def test_vectors_that_are_met_up_to_rounding_get_no_wild_gradient(codec):
