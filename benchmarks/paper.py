@@ -18,7 +18,7 @@ import dataclasses
 import json
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from quality import PAGE
 from report import fill
 from torch import Tensor
 
-from drq_fast import RecurrentQuantizer
+from drq_fast import RecurrentQuantizer, files
 from drq_fast.retrieval.evaluate import evaluate_codes, evaluate_vectors
 from drq_fast.retrieval.experiment import Experiment, Settings
 from drq_fast.retrieval.model import Model
@@ -39,6 +39,7 @@ PAPER = {  # AlexNet, fine-tuned
     "cifar10-1": ("0.942", "0.943", "0.943", "0.943"),
     "cifar10-2": ("0.803", "0.824", "0.832", "0.837"),
 }
+VALIDATED = " on training images alone, a tenth of them ranked for another tenth"
 RANKINGS = {"ip": "", "l2": ", by distance"}  # and how rows are called
 PEERS = {  # faiss's names; its RQ has a beam of 5, OPQ goes to 240 dimensions, since 2048 take it many minutes
     "faiss PQ, trained for each length": "PQ{L}x8",
@@ -46,7 +47,7 @@ PEERS = {  # faiss's names; its RQ has a beam of 5, OPQ goes to 240 dimensions, 
     "faiss RQ, trained for each length": "RQ{L}x8",
 }
 ROWS = {
-    "unsupervised": "Unsupervised: the features as they are",
+    "unsupervised": "Unsupervised: the features as they are, by distance",
     "no_semantic": "Remove l_s",
     "no_triplet": "Remove l_t",
     "soft_only": "soft only",
@@ -78,6 +79,20 @@ class Task:
         )
         self.config, self.images = override(self.settings.config, options.set), not self.settings.of_features
         self.peers = PEERS if options.peers else {}
+        if self.peers and self.rule.codewords != (256,):
+            raise SystemExit(f"--peers: faiss has 8 bits for a level here, and {options.protocol} other lengths")
+
+    def made_by(self) -> dict[str, Any]:
+        """What decides the figures of a run, but for seed and ablation."""
+        return {
+            "data": self.options.data.name,
+            "words": self.options.words and self.options.words.name,
+            "protocol": self.options.protocol,
+            "size": self.options.size if self.images else None,
+            "peers": self.options.peers,
+            "validate": self.options.validate,
+            "config": json.loads(json.dumps(dataclasses.asdict(self.config))),
+        }
 
     def run(self, seed: int, ablation: str = "none") -> Run:
         """Trains as many models as the protocol says, one as a rule, and evaluates them."""
@@ -87,7 +102,7 @@ class Task:
             settings = dataclasses.replace(self.settings, codewords=codewords, ablation=ablation)
             experiment = Experiment(settings, dataclasses.replace(self.config, seed=seed))
             if self.options.validate:
-                experiment.split = halves(experiment.split.train, experiment.items.labels, seed)
+                experiment.split = halves(experiment.split.train, seed)
             folder = self.options.run and self.options.run / f"{ablation}-{codewords}-{seed}"
             start = time.perf_counter()
             model, history = experiment.train(folder)
@@ -153,17 +168,11 @@ def faiss_codes(recipe: str, x: Tensor, database: Tensor) -> tuple[Tensor, Tenso
     return torch.from_numpy(codec.sa_decode(codes)[:, :D]), torch.from_numpy(copies.reshape(-1))
 
 
-def halves(train: Tensor, labels: Tensor, seed: int) -> Split:
-    """Four fifths of the training images of each class to train with; half of the rest asks, half answers."""
-    generator = torch.Generator().manual_seed(seed)
-    parts: tuple[list[Tensor], ...] = ([], [], [])
-    for c in range(labels.shape[1]):
-        rows = train[labels[train, c]]
-        rows = rows[torch.randperm(len(rows), generator=generator)]
-        tenth = len(rows) // 10
-        for part, chosen in zip(parts, (rows[2 * tenth :], rows[:tenth], rows[tenth : 2 * tenth]), strict=True):
-            part.append(chosen)
-    return Split(*(torch.cat(part) for part in parts))
+def halves(train: Tensor, seed: int) -> Split:
+    """Four fifths of the training images to train with; half of the rest asks, half answers."""
+    rows = train[torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))]
+    tenth = len(rows) // 10
+    return Split(train=rows[2 * tenth :], query=rows[:tenth], database=rows[tenth : 2 * tenth])
 
 
 def override(config: Config, settings: list[str]) -> Config:
@@ -194,7 +203,7 @@ def cell(values: list[float]) -> str:
 
 def table(task: Task, runs: dict[str, list[Run]], command: str, title: str) -> str:
     """Markdown; the runs of each seed by the name of the ablation."""
-    origin, rule = provenance(), task.rule
+    origin, rule, validated = provenance(), task.rule, task.options.validate
     bits = [LEVELS * (K.bit_length() - 1) for K in rule.codewords]
     bits = bits if len(bits) > 1 else [bits[0] * (L + 1) // LEVELS for L in range(LEVELS)]
     backbone = (
@@ -206,7 +215,8 @@ def table(task: Task, runs: dict[str, list[Run]], command: str, title: str) -> s
     lines = [
         f"### {title}",
         "",
-        f"mAP@{rule.R:,} by the protocol `{task.options.protocol}`, ranked by inner product unless said otherwise; "
+        f"mAP@{rule.R:,} by the protocol `{task.options.protocol}`{VALIDATED if validated else ''}, "
+        "ranked by inner product unless said otherwise; "
         f"{backbone}; {seeds} seed{'s: mean (least to greatest)' if seeds > 1 else ''}. "
         f"{origin['processor']}, {origin['torch_threads']} threads; drq_fast {origin['versions']['drq_fast']}, "
         f"torch {origin['versions']['torch']}. Made by",
@@ -215,7 +225,7 @@ def table(task: Task, runs: dict[str, list[Run]], command: str, title: str) -> s
         "| | " + " | ".join(f"{b} bits" for b in bits) + " | seconds |",
         "| --- " * (len(bits) + 2) + "|",
     ]
-    if task.options.protocol in PAPER and len(runs) == 1:
+    if task.options.protocol in PAPER and len(runs) == 1 and not validated:
         lines.append(f"| the paper: AlexNet, fine-tuned | {' | '.join(PAPER[task.options.protocol])} | |")
     for ablation, done in runs.items():
         names = (
@@ -252,6 +262,17 @@ def sizes(D: int = 2048, K: int = 256) -> str:
     )
 
 
+def kept(path: Path | None, task: Task) -> dict[str, list[Run]]:
+    """Runs of the same settings that a file has, by ablation."""
+    if path is None or not path.exists():
+        return {}
+    found = json.loads(path.read_text())
+    for name, value in task.made_by().items():
+        if found["made_by"].get(name) != value:
+            raise SystemExit(f"--keep: {path} has runs of another {name}: {found['made_by'].get(name)}, not {value}")
+    return {name: [Run(*run) for run in done] for name, done in found["runs"].items()}
+
+
 def show(text: str, name: str | None) -> None:
     """Prints a table, and writes it where docs/results.md has a place of that name."""
     print(text)
@@ -282,20 +303,18 @@ def main() -> None:
     if options.data is None:
         parser.error("--data is needed: a file of features with labels, or the folder of CIFAR-10's images")
     task = Task(options)
-    runs: dict[str, list[Run]] = {}
-    if options.keep and options.keep.exists():
-        runs = {name: [Run(*run) for run in done] for name, done in json.loads(options.keep.read_text()).items()}
+    runs = kept(options.keep, task)
     for ablation in ROWS if options.ablations else ["none"]:
         done = runs.setdefault(ablation, [])
         for seed in range(len(done), options.seeds):
             done.append(task.run(seed, ablation))
             print(ablation, seed, json.dumps(done[-1]), flush=True)
             if options.keep:
-                options.keep.write_text(json.dumps(runs, indent=1))
+                files.write_text(options.keep, json.dumps({"made_by": task.made_by(), "runs": runs}, indent=1))
     named = {"data": options.data.name, "words": options.words and options.words.name, "protocol": options.protocol}
     named |= {"seeds": options.seeds} | ({"size": options.size} if task.images else {})
     command = "python benchmarks/paper.py " + " ".join(f"--{k} {v}" for k, v in named.items() if v is not None)
-    command += "".join(f" --{flag}" for flag in ("ablations", "peers") if getattr(options, flag))
+    command += "".join(f" --{flag}" for flag in ("ablations", "peers", "validate") if getattr(options, flag))
     command += f" --set {' '.join(options.set)}" if options.set else ""
     text = table(task, runs, command + (f' --name "{options.name}"' if options.name else ""), options.name or "paper")
     show(text, options.name)

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -114,10 +115,10 @@ def verify(op: str, path: Path, name: str, tensor: Tensor, expected: str) -> Non
 
 
 def remove_remains(folder: Path) -> None:
-    """Removes temporary files that a killed process has left; nobody may be writing meanwhile."""
+    """Removes temporary folders that a killed process has left; nobody may be writing meanwhile."""
     for path in folder.glob(".*.tmp"):
         if re.fullmatch(r"\.[0-9a-f]{16}\.tmp", path.name):
-            path.unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def checksum(tensor: Tensor) -> str:
@@ -150,11 +151,13 @@ def _opened(target: Path, kind: str) -> Iterator[tuple[Any, dict[str, str]]]:
 
 
 def _replace(target: Path, write: Callable[[Path], Any]) -> None:
-    """Writes to a temporary name, syncs, and renames; nothing is left behind by an error."""
-    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+    """Writes into a temporary folder, syncs, and renames; nothing is left behind by an error."""
+    folder = target.with_name(f".{secrets.token_hex(8)}.tmp")  # safetensors has temporary files of its own
     try:
         try:
-            temporary.touch(exist_ok=False)  # here an error has the class that Python gives it
+            folder.mkdir()
+            temporary = folder / "new"
+            temporary.touch()
             mode = temporary.stat().st_mode
             write(temporary)
             temporary.chmod(mode)  # safetensors leaves a file that nobody else may read
@@ -162,7 +165,7 @@ def _replace(target: Path, write: Callable[[Path], Any]) -> None:
             os.replace(temporary, target)
             _sync(target.parent)
         finally:
-            temporary.unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
     except SafetensorError as error:
         raise OSError(f"save: {target} cannot be written: {error}.") from error
     except OSError as error:

@@ -82,6 +82,10 @@ def test_alexnet_from_a_wrong_file(tmp_path, alexnet_file):
         AlexNet.load(path)
 
 
+def test_networks_for_other_sizes_are_told_apart():
+    assert repr(AlexNet(size=64)) != repr(AlexNet(size=224))
+
+
 def test_pixels_are_brought_to_size_and_range():
     pixels = Pixels(8, (10.0, 20.0, 30.0), (2.0, 4.0, 5.0))
     flat = torch.tensor([12, 28, 40], dtype=torch.uint8).view(1, 3, 1, 1)

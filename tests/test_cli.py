@@ -193,6 +193,7 @@ WRONG = [
     (["train", "new", "--config", "numbers.json"], "data must be the name of"),
     (["train", "new", "--data", "labelled.npz", "--config", "words.json"], "hidden must be"),
     (["train", "new", "--data", "labelled.npz", *TRAIN, "--dropout", "2"], "dropout must be"),
+    (["train", "new", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "0", "0"], "epochs must be at least 1 in"),
     (["train", "new", "--data", "labelled.npz", *TRAIN, "--dim", "2"], "dim must be"),
     (["train", "new", "--data", "labelled.npz", *TRAIN, "--hidden", "-5"], "hidden must be"),
     (["train", "trained", "--data", "labelled.npz", *TRAIN, "--dim", "2", "--force"], "dim must be"),

@@ -60,7 +60,12 @@ def test_cifar10_that_is_not_right(binary, tmp_path_factory):
     (binary / "data_batch_2.bin").write_bytes(b"\0" * 3072)
     with pytest.raises(FileError, match=r"data_batch_2.bin is not whole: 3072 bytes are no multiple of 3073\.$"):
         datasets.cifar10(binary)
-    (binary / "data_batch_2.bin").write_bytes(b"\x0b" + b"\0" * 3072)
+    whole = (binary / "data_batch_1.bin").read_bytes()
+    (binary / "data_batch_2.bin").write_bytes(whole[:-3073])
+    there = r"has 9 images and 9 labels, but data_batch_1 has 10 images\.$"
+    with pytest.raises(FileError, match=rf"^datasets: data_batch_2 in .* {there}"):
+        datasets.cifar10(binary)
+    (binary / "data_batch_2.bin").write_bytes(b"\x0b" + whole[1:])
     with pytest.raises(FileError, match=r"^datasets: item 10 has class 11, not one of 0\.\.9\.$"):
         datasets.cifar10(binary)
     (binary / "data_batch_2.bin").unlink()
@@ -74,6 +79,17 @@ def test_cifar10_that_is_not_right(binary, tmp_path_factory):
         datasets.cifar10(empty)
     (empty / "data_batch_1").write_bytes(pickle.dumps({b"data": np.zeros(5)}))
     with pytest.raises(FileError, match="is not a batch of CIFAR-10"):
+        datasets.cifar10(empty)
+    for name in ("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5", "test_batch"):
+        batch = {b"data": np.zeros((10, 3072), np.uint8), b"labels": list(range(10))}
+        (empty / name).write_bytes(pickle.dumps(batch))
+    (empty / "batches.meta").write_bytes(pickle.dumps({}))
+    with pytest.raises(FileError, match=r"batches.meta does not name the classes of CIFAR-10"):
+        datasets.cifar10(empty)
+    (empty / "batches.meta").unlink()
+    assert len(datasets.cifar10(empty)) == 60
+    (empty / "data_batch_3").write_bytes(pickle.dumps(batch | {b"labels": list(range(9))}))
+    with pytest.raises(FileError, match=r"^datasets: data_batch_3 in .* has 10 images and 9 labels"):
         datasets.cifar10(empty)
 
 
@@ -103,6 +119,9 @@ def test_an_image_is_cut_to_its_middle(tmp_path):
     (tmp_path / "list.txt").write_text("a.png 0\n")
     batch = datasets.image_list(tmp_path / "list.txt", size=8)[[0]]
     assert batch.unique().tolist() == [200]
+    Image.fromarray(np.full((9, 9), 30000, np.uint16)).save(tmp_path / "a.png")  # 16 bits
+    batch = datasets.image_list(tmp_path / "list.txt", size=8)[[0]]
+    assert batch.unique().tolist() == [30000 // 256]
 
 
 def test_images_that_are_not_right(folder):
@@ -176,7 +195,7 @@ def test_features(tmp_path):
 
 
 def test_features_that_are_not_right(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"x.npy is missing\.$"):
+    with pytest.raises(FileNotFoundError, match=r"x.npy cannot be read: No such file or directory\.$"):
         datasets.features(tmp_path / "x.npy")
     np.save(tmp_path / "x.npy", np.zeros((6, 4)))
     with pytest.raises(FileError, match=r"holds no labels; name their file or give them as an array\.$"):
@@ -184,26 +203,55 @@ def test_features_that_are_not_right(tmp_path):
     with pytest.raises(FileError, match=r"must hold x \[N, D\] and N labels, got \[6, 4\] and 5\.$"):
         datasets.features(tmp_path / "x.npy", np.zeros(5, int))
     np.savez(tmp_path / "x.npz", x=np.zeros((6, 4)))
-    with pytest.raises(FileError, match=r"has no array 'label'\.$"):
+    with pytest.raises(FileError, match=r"holds no labels"):
         datasets.features(tmp_path / "x.npz")
+    np.savez(tmp_path / "y.npz", y=np.zeros((6, 4)))
+    with pytest.raises(FileError, match=r"has no array 'x'\.$"):
+        datasets.features(tmp_path / "y.npz")
+    with pytest.raises(FileError, match=r"is an archive of arrays, not a \.npy file\.$"):
+        datasets.features(tmp_path / "x.npz", tmp_path / "y.npz")
     (tmp_path / "x.npz").write_bytes((tmp_path / "x.npz").read_bytes()[:100])
-    with pytest.raises(FileError, match=r"is not a whole \.npy or \.npz file \(.*\)\.$"):
+    with pytest.raises(FileError, match=r"is not a whole \.npz file of numbers \(.*\)\.$"):
         datasets.features(tmp_path / "x.npz")
+    np.savez(tmp_path / "x.npz", x=np.zeros((60, 40)), label=np.zeros(60, int))
+    damaged = bytearray((tmp_path / "x.npz").read_bytes())
+    damaged[5000] ^= 1
+    (tmp_path / "x.npz").write_bytes(damaged)
+    with pytest.raises(FileError, match=r"is not a whole \.npz file of numbers \(Bad CRC-32.*\)\.$"):
+        datasets.features(tmp_path / "x.npz")
+
+
+def test_a_feature_that_is_not_finite_is_named(tmp_path):
+    x = np.zeros((6, 4))
+    x[4, 1] = np.nan
+    items = datasets.FeatureArray(x, datasets.one_hot(np.arange(6) % 2, 2), ["a", "b"])
+    assert items[[0, 5]].tolist() == np.zeros((2, 4)).tolist()
+    with pytest.raises(FileError, match=r"^datasets: item 4 has a feature that is not finite in float32\.$"):
+        items[[5, 4]]
+    with pytest.raises(FileError, match=r"^datasets: 6 items cannot have 5 rows of labels\.$"):
+        datasets.FeatureArray(x, datasets.one_hot(np.arange(5) % 2, 2), ["a", "b"])
 
 
 def test_labels_and_steps_that_are_not_right(tmp_path):
     x = np.ones((6, 4), np.int8)
     wrong = "must be class numbers \\[N\\] or flags \\[N, C\\] of 0 and 1, got"
-    for label in (np.arange(1, 7)[:, None], np.full((6, 2), 5), np.full(6, 0.7), np.full(6, 3_000_000_000)):
+    strings = np.array(["a", "b"] * 3)
+    for label in (np.arange(1, 7)[:, None], np.full((6, 2), 5), np.full(6, 0.7), np.full(6, 3_000_000_000), strings):
         np.savez(tmp_path / "x.npz", x=x, label=label)
         with pytest.raises(FileError, match=wrong):
             datasets.features(tmp_path / "x.npz")
     np.savez(tmp_path / "x.npz", x=x, label=np.arange(6) % 2, step=np.ones(3))
-    with pytest.raises(FileError, match=r"must have a step for each of 4 dimensions, got \[3\]\.$"):
+    with pytest.raises(FileError, match=r"must have a step for each of 4 dimensions, got \[3\] of float64\.$"):
+        datasets.features(tmp_path / "x.npz")
+    np.savez(tmp_path / "x.npz", x=x, label=np.arange(6) % 2, step=np.full(4, np.nan))
+    with pytest.raises(FileError, match=r"has a step that is not finite\.$"):
+        datasets.features(tmp_path / "x.npz")
+    np.savez(tmp_path / "x.npz", x=x, label=np.zeros((6, 0), int))
+    with pytest.raises(FileError, match=r"labels must be \[N, C\], got \[6, 0\]\.$"):
         datasets.features(tmp_path / "x.npz")
     np.savez(tmp_path / "x.npz", x=x, label=np.arange(6) % 2, step=np.ones(4))
     assert datasets.features(tmp_path / "x.npz")[[0]].dtype == torch.float32
-    for x in (np.empty((0, 4)), np.full((6, 4), "a")):
+    for x in (np.empty((0, 4)), np.empty((6, 0)), np.full((6, 4), "a")):
         np.savez(tmp_path / "x.npz", x=x, label=np.zeros(len(x), int))
         with pytest.raises(FileError, match="must hold at least one row of numbers, got"):
             datasets.features(tmp_path / "x.npz")
@@ -223,13 +271,22 @@ def test_word_vectors(tmp_path):
     for name in ("glove.txt", "word2vec.txt"):
         words = datasets.read_words(tmp_path / name, ["cat", "grey_wolf"])
         assert words.tolist() == [[1, 2, 3], [3, 1, 2]]
+    np.savetxt(tmp_path / "narrow.txt", matrix[:, :2])
+    assert datasets.read_words(tmp_path / "narrow.txt", ["cat", "dog"]).tolist() == matrix[:, :2].tolist()
+    (tmp_path / "glove.txt").write_bytes(b"\xff 1 2 3\n" + (tmp_path / "word2vec.txt").read_bytes())
+    assert datasets.read_words(tmp_path / "glove.txt", ["cat"]).tolist() == [[1, 2, 3]]
+    np.save(tmp_path / "matrix.npy", matrix.astype(complex))
+    with pytest.raises(FileError, match=r"must have 2 rows of numbers, one per class, got \[2, 4\] of complex128\.$"):
+        datasets.read_words(tmp_path / "matrix.npy", ["cat", "dog"])
     assert datasets.read_words(None, ["a", "b", "c"]).tolist() == torch.eye(3).tolist()
 
 
 def test_word_vectors_that_are_not_right(tmp_path):
     path = tmp_path / "words.txt"
     np.savetxt(path, np.ones((3, 4)))
-    with pytest.raises(FileError, match=r"words.txt must have 2 rows, one per class, got \[3, 4\]\.$"):
+    with pytest.raises(
+        FileError, match=r"words.txt must have 2 rows of numbers, one per class, got \[3, 4\] of float32\.$"
+    ):
         datasets.read_words(path, ["cat", "dog"])
     np.savetxt(path, np.array([[1.0, 2, 3], [0, 0, 0]]))
     with pytest.raises(FileError, match=r"words.txt has a row that is 0 or not finite\.$"):
@@ -246,5 +303,5 @@ def test_word_vectors_that_are_not_right(tmp_path):
     path.write_text("1 2 3\n4 5\n")
     with pytest.raises(FileError, match=r"words.txt cannot be read as a matrix \(.*\)\.$"):
         datasets.read_words(path, ["cat", "dog"])
-    with pytest.raises(FileError, match=r"none.txt cannot be read as text"):
+    with pytest.raises(FileNotFoundError, match=r"none.txt cannot be read: No such file or directory\.$"):
         datasets.read_words(tmp_path / "none.txt", ["cat", "dog"])

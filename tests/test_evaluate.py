@@ -105,6 +105,53 @@ def test_precision_and_recall_are_averages_over_the_orders_of_ties():
         assert figures.precision_at_recall[percent - 1] == pytest.approx(expected, rel=0.03)
 
 
+def test_precision_at_exact_percentages_of_what_is_relevant():
+    """7 of 100 relevant items, then 1,000 others, then the rest."""
+    x = torch.arange(1100.0)[:, None]
+    relevant = torch.ones(1100, dtype=torch.bool)
+    relevant[7:1007] = False
+    figures = evaluate.evaluate_vectors(x, relevant[:, None], torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool))
+    expected = [1.0 if percent <= 7 else percent / (1000 + percent) for percent in range(1, 101)]
+    assert figures.precision_at_recall == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
+def test_equal_vectors_tie_in_whatever_order_they_come(metric):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 300, generator=generator).expand(1003, -1)
+    labels = torch.zeros(1003, 1, dtype=torch.bool)
+    labels[:100] = True
+    asked = {"query": torch.randn(1, 300, generator=generator), "query_labels": labels[:1], "R": 100, "metric": metric}
+    first, last = (evaluate.evaluate_vectors(x, order, **asked) for order in (labels, labels.flip(0)))
+    assert first == last
+
+
+def test_vectors_of_any_size_are_ranked_as_those_in_float64():
+    generator = torch.Generator().manual_seed(0)
+    query, x = torch.randn(4, 8, generator=generator), torch.randn(60, 8, generator=generator)
+    labels = torch.eye(4, dtype=torch.bool)[torch.arange(60) % 4]
+    asked = {"labels": labels, "query_labels": labels[:4]}
+    expected = evaluate.evaluate_vectors(x.double(), query=query.double(), **asked)
+    for shift, factor in ((0, 1.0), (0, 1e18), (1000, 1.0)):
+        found = evaluate.evaluate_vectors(x * factor + shift, query=query * factor + shift, **asked)
+        assert found.mean_average_precision == pytest.approx(expected.mean_average_precision, abs=1e-3)
+    found = evaluate.evaluate_vectors((300 * x).half(), query=(300 * query).half(), **asked)
+    assert found.mean_average_precision == pytest.approx(expected.mean_average_precision, abs=0.02)
+    with pytest.raises(ValueError, match=r"^evaluate_vectors: x must be small enough for its squares in torch.float32"):
+        evaluate.evaluate_vectors(x * 1e20, query=query, **asked)
+    with pytest.raises(ValueError, match=r"^evaluate_vectors: copies must be row numbers in 0\.\.59"):
+        evaluate.evaluate_vectors(x, query=query, copies=torch.full((60,), 60), **asked)
+
+
+def test_a_cut_through_a_large_tie_takes_little_memory():
+    """2,000 queries with a table of 5,000 chances each would be 80 MB, several times over."""
+    relevant = torch.zeros(1, 12_000, dtype=torch.bool)
+    relevant[:, ::2] = True
+    one = average_precision(torch.zeros(1, 12_000), relevant, R=10_000)
+    many = average_precision(torch.zeros(300, 12_000), relevant.expand(300, -1), R=10_000)
+    assert torch.equal(many, one.expand(300))
+
+
 def test_vectors_and_copies_of_them():
     layer, codes, labels, query, query_labels = random_codes(2)
     distinct, copies = torch.unique(codes, dim=0, return_inverse=True)

@@ -144,3 +144,15 @@ def test_wrong_labels_and_words():
         batch_triplet_loss(z, torch.zeros(3, 5, dtype=torch.bool), 1.0, "hard")
     with pytest.raises(ValueError, match="must be of one shape"):
         triplet_loss(z, z, z[:2], 1.0)
+
+
+def test_features_without_a_direction_have_gradients_of_a_usual_size():
+    z = torch.stack([torch.zeros(4), torch.full((4,), 1e-9), torch.ones(4)]).requires_grad_()
+    adaptive_margin_loss(z, flags([1, 0], [1, 0], [0, 1]), torch.eye(2, 4)).backward()
+    assert z.grad.norm(dim=1).max() < 2
+
+
+def test_distances_far_from_zero():
+    x = 1000 + 0.01 * torch.randn(9, 5, generator=torch.Generator().manual_seed(0))
+    expected = torch.cdist(x.double(), x.double())
+    assert (distances(x) - expected).norm() < 1e-4 * expected.norm()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 SCRIPT = Path(__file__).parents[1] / "benchmarks" / "paper.py"
 
@@ -25,12 +26,23 @@ def data(tmp_path_factory) -> Path:
     return folder
 
 
-def paper(data: Path, *arguments: str) -> str:
+def run(data: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--data", str(data / "x.npz"), "--words", str(data / "words.txt")]
     settings = ["--set", "epochs=1,1,1", "batch=64"]
-    done = subprocess.run([*command, *arguments, *settings], capture_output=True, text=True, check=False)
+    return subprocess.run([*command, *arguments, *settings], capture_output=True, text=True, check=False)
+
+
+def paper(data: Path, *arguments: str) -> str:
+    done = run(data, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def refused(data: Path, *arguments: str) -> str:
+    done = run(data, *arguments)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    return done.stderr.strip()
 
 
 def cells(table: str, row: str) -> list[str]:
@@ -42,7 +54,7 @@ def test_the_table_and_the_runs_that_are_kept(data, tmp_path):
     out = paper(data, "--seeds", "2", "--keep", str(tmp_path / "runs.json"))
     assert "| | 8 bits | 16 bits | 24 bits | 32 bits | seconds |" in out
     assert cells(out, "the paper: AlexNet, fine-tuned")[:4] == ["0.803", "0.824", "0.832", "0.837"]
-    kept = json.loads((tmp_path / "runs.json").read_text())["none"]
+    kept = json.loads((tmp_path / "runs.json").read_text())["runs"]["none"]
     by_code = [[run[0]["ours"][i] for run in kept] for i in range(4)]
     expected = [f"{np.mean(v):.3f} ({min(v):.3f} to {max(v):.3f})" for v in by_code]
     assert cells(out, "ours")[:4] == expected
@@ -57,6 +69,22 @@ def test_the_table_and_the_runs_that_are_kept(data, tmp_path):
     assert curve.read_text().rstrip().endswith("</svg>")
     assert not [line for line in again.splitlines() if line.startswith("none ")]  # nothing was computed anew
     assert cells(again, "ours") == cells(out, "ours")
+    assert refused(data, "--keep", str(tmp_path / "runs.json"), "--validate") == (
+        f"--keep: {tmp_path / 'runs.json'} has runs of another validate: False, not True"
+    )
+    assert refused(data, "--protocol", "cifar10-1", "--peers").startswith("--peers: faiss has 8 bits for a level here")
+
+
+def test_validation_shares_no_image():
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        from paper import halves
+    finally:
+        sys.path.pop(0)
+    rows = torch.arange(7, 1007)
+    split = halves(rows, 0)
+    assert [len(part) for part in split] == [800, 100, 100]
+    assert torch.equal(torch.cat(split).sort().values, rows)
 
 
 @pytest.mark.slow
@@ -64,7 +92,9 @@ def test_ablations_by_validation(data):
     out = paper(data, "--ablations", "--validate")
     for row in ("Remove l_s", "Remove l_t", "soft only", "Remove E_j", "Remove concat", "DRQ"):
         assert all(0.5 < float(value) <= 1 for value in cells(out, row)[:4])
-    assert "the paper" not in out
+    assert "| the paper" not in out
+    assert "on training images alone" in out
+    assert "--ablations --validate" in out
 
 
 def test_codebook_sizes_stand_in_the_docs():

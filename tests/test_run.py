@@ -11,6 +11,7 @@ import torch
 from drq_fast import RecurrentQuantizer, commands
 from drq_fast import run as runs
 from drq_fast.files import FileError
+from drq_fast.retrieval.experiment import Experiment
 from drq_fast.vectors import VectorFiles
 
 TRAIN = ["--train", "20", "--query", "5", "--hidden", "32", "--dim", "48", "--codewords", "16", "--levels", "3"]
@@ -110,7 +111,8 @@ def test_one_process_at_a_time(shell):
 
 def test_remains_of_a_kill_are_removed(shell):
     shell.fitted()
-    Path("run/.0123456789abcdef.tmp").write_bytes(b"half")
+    Path("run/.0123456789abcdef.tmp").mkdir()
+    Path("run/.0123456789abcdef.tmp/new").write_bytes(b"half")
     Path("run/.mine.tmp").write_bytes(b"mine")
     shell.ok("index", "run", "--force")
     assert not Path("run/.0123456789abcdef.tmp").exists()
@@ -140,7 +142,7 @@ def test_data_that_changed_after_training_are_noticed(shell):
     shell.ok(*command)
     shell.ok("encode", "run")
     pack = dict(np.load("labelled.npz"))
-    pack["x"][50:] += 1
+    pack["x"][Experiment.of(runs.Run("run")).split.database] += 1
     np.savez("labelled.npz", **pack)
     assert "are of other items than the database" in shell.refused("evaluate", "run")
 

@@ -133,7 +133,53 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_pat
     resumed = make_model()
     assert train(resumed, blobs(), config=SHORT, folder=tmp_path) == history
     assert same(whole, resumed)
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == [CHECKPOINT]
+    assert [path.name for path in tmp_path.iterdir()] == [CHECKPOINT]
+
+
+def test_what_a_kill_inside_a_write_leaves_is_removed(tmp_path):
+    remains = tmp_path / ".0123456789abcdef.tmp"
+    remains.mkdir()
+    (remains / ".tmpNH8vv1").write_bytes(b"half a checkpoint")
+    train(make_model(), blobs(), config=SHORT, folder=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [CHECKPOINT]
+
+
+class Damaged(FeatureArray):
+    """Cannot be read beyond row 100."""
+
+    def __getitem__(self, rows):
+        if max(rows) > 100:
+            raise FileError("datasets: the image a.png cannot be decoded (cut off).")
+        return super().__getitem__(rows)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_cannot_be_read_is_one_sentence(workers):
+    whole = blobs()
+    items = Damaged(whole.x, whole.labels, whole.classes)
+    with pytest.raises(FileError, match=r"^datasets: the image a\.png cannot be decoded \(cut off\)\.$"):
+        features(make_model(), items, workers=workers)
+
+
+def test_frozen_norms_stay_as_they_are():
+    class Normed(torch.nn.Sequential):
+        dim = 12
+
+    norm = torch.nn.BatchNorm1d(12)
+    model = Model(Normed(norm), torch.randn(CLASSES, 6), dim=16, codewords=16, levels=3)
+    start = {name: value.clone() for name, value in norm.state_dict().items()}
+    train(model, blobs(), config=dataclasses.replace(SHORT, freeze_norms=True))
+    assert all(torch.equal(value, start[name]) for name, value in norm.state_dict().items())
+    train(model, blobs(), config=SHORT)
+    assert not any(torch.equal(value, start[name]) for name, value in norm.state_dict().items())
+
+
+def test_numbers_of_numpy_become_pythons():
+    config = Config(batch=np.int64(32), seed=np.int64(3), rate=np.float32(0.5), detach=np.bool_(True))
+    assert config == Config(batch=32, seed=3, rate=0.5, detach=True)
+    assert [type(value) for value in (config.batch, config.seed, config.rate, config.detach)] == [int, int, float, bool]
+    with pytest.raises(ValueError, match=r"^Config: rate must be a finite number of at least 0, got True\.$"):
+        Config(rate=True)
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
@@ -161,6 +207,10 @@ def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
             train(other, blobs(), config=SHORT, folder=tmp_path)
     with pytest.raises(FileError, match=r"is of another run: items is .* there and .* here\.$"):
         train(make_model(), blobs(seed=5), config=SHORT, folder=tmp_path)
+    changed = blobs()
+    changed.x[80] *= -3
+    with pytest.raises(FileError, match=r"is of another run: items is .* there and .* here\.$"):
+        train(make_model(), changed, config=SHORT, folder=tmp_path)
     assert (tmp_path / CHECKPOINT).read_bytes() == content
     (tmp_path / CHECKPOINT).write_bytes(content[:-10])
     model = make_model()
@@ -319,7 +369,7 @@ def test_rows_that_are_not_there():
 def test_numbers_that_are_not_finite_stop_the_training():
     items = blobs()
     items.x[7, 3] = np.nan
-    with pytest.raises(ValueError, match=r"^calibrate: x must be finite, got NaN or infinity in row 7\.$"):
+    with pytest.raises(FileError, match=r"^datasets: item 7 has a feature that is not finite in float32\.$"):
         train(make_model(), items, config=SHORT)
     with pytest.raises(
         ValueError, match=r"^train: the loss must be finite, got (nan|inf) in step \d+ of this epoch\.$"

@@ -39,6 +39,10 @@ class Pixels(nn.Module):
         self.register_buffer("mean", torch.tensor(mean).view(3, 1, 1), persistent=False)
         self.register_buffer("deviation", torch.tensor(deviation).view(3, 1, 1), persistent=False)
 
+    def extra_repr(self) -> str:
+        """What tells pixels of another size or range from these."""
+        return f"{self.size}, {self.mean.flatten().tolist()}, {self.deviation.flatten().tolist()}"
+
     def forward(self, images: Tensor) -> Tensor:
         """[N, 3, H, W] to [N, 3, size, size]."""
         if images.ndim != 4 or images.shape[1] != 3:

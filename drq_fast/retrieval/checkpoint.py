@@ -14,11 +14,12 @@ from .. import files
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder of a run, or says in one sentence why nothing could be written there."""
+    """Makes the folder of a run without remains of a killed one, or says why nothing could be written there."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
+        files.remove_remains(folder)
     except OSError as error:
         raise type(error)(f"train: {folder} cannot be written to: {error.strerror or error}.") from error
 

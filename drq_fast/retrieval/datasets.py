@@ -6,6 +6,7 @@ processes; nothing here is random.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from .. import checks
-from ..files import FileError
+from ..files import FileError, read_array
 
 Source = str | os.PathLike[str]
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff"}
@@ -31,6 +32,8 @@ class Items(Dataset[Tensor]):
     """
 
     def __init__(self, labels: Tensor, classes: Sequence[str], list_number: Tensor | None = None) -> None:
+        if labels.ndim != 2 or labels.shape[1] == 0:
+            raise FileError(f"datasets: labels must be [N, C], got {list(labels.shape)}.")
         empty = (~labels.any(dim=0)).nonzero().squeeze(1).tolist()
         if empty:
             raise FileError(f"datasets: the class {classes[empty[0]]!r} has no items.")
@@ -49,7 +52,7 @@ class Images(Items):
 
     def __init__(self, pixels: np.ndarray, labels: Tensor, classes: Sequence[str]) -> None:
         super().__init__(labels, classes)
-        self.pixels = pixels
+        self.pixels = _one_each(pixels, labels)
 
     def __getitem__(self, rows: Any) -> Tensor:
         return torch.from_numpy(self.pixels[np.asarray(rows)])
@@ -78,11 +81,22 @@ class FeatureArray(Items):
 
     def __init__(self, x: np.ndarray, labels: Tensor, classes: Sequence[str], step: np.ndarray | None = None) -> None:
         super().__init__(labels, classes)
-        self.x, self.step = x, step
+        self.x, self.step = _one_each(x, labels), step
 
     def __getitem__(self, rows: Any) -> Tensor:
-        batch = np.asarray(self.x[np.asarray(rows)], dtype=np.float32)
-        return torch.from_numpy(batch if self.step is None else batch * self.step)
+        numbers = np.asarray(rows)
+        batch = np.asarray(self.x[numbers], dtype=np.float32)
+        batch = batch if self.step is None else batch * self.step
+        wrong = numbers[~np.isfinite(batch).all(axis=-1)]
+        if wrong.size:
+            raise FileError(f"datasets: item {wrong.flat[0]} has a feature that is not finite in float32.")
+        return torch.from_numpy(batch)
+
+
+def _one_each(items: np.ndarray, labels: Tensor) -> np.ndarray:
+    if len(items) != len(labels):
+        raise FileError(f"datasets: {len(items)} items cannot have {len(labels)} rows of labels.")
+    return items
 
 
 def cifar10(folder: Source) -> Images:
@@ -96,10 +110,14 @@ def cifar10(folder: Source) -> Images:
     elif (root / names[0]).exists():
         parts = [_python_batch(root / name) for name in names]
         listed = root / "batches.meta"
-        classes = [c.decode() for c in _unpickle(listed)[b"label_names"]] if listed.exists() else []
+        classes = _class_names(listed) if listed.exists() else []
     else:
         raise FileNotFoundError(f"datasets: {root} holds neither data_batch_1.bin nor data_batch_1 of CIFAR-10.")
     classes = classes if len(classes) == 10 else [str(c) for c in range(10)]
+    for name, (pixels, label) in zip(names, parts, strict=True):
+        if not len(pixels) == len(label) == len(parts[0][0]):
+            there = f"{len(pixels)} images and {len(label)} labels"
+            raise FileError(f"datasets: {name} in {root} has {there}, but {names[0]} has {len(parts[0][0])} images.")
     label = np.concatenate([part[1] for part in parts])
     return Images(np.concatenate([part[0] for part in parts]), one_hot(label, 10), classes)
 
@@ -158,33 +176,30 @@ def features(path: Source, labels: Source | np.ndarray | None = None) -> Feature
     names. Labels are class numbers [N] or flags [N, C].
     """
     file = Path(path)
-    pack = _numpy(file)
-    step = names = None
-    if isinstance(pack, np.ndarray):
-        x, label = pack, labels
-        if label is None:
-            raise FileError(f"datasets: {file} holds no labels; name their file or give them as an array.")
-    else:
-        missing = {"x", "label"} - set(pack.files)
-        if missing:
-            raise FileError(f"datasets: {file} has no array {sorted(missing)[0]!r}.")
-        x, label = pack["x"], pack["label"] if labels is None else labels
-        step, names = (pack[name] if name in pack.files else None for name in ("step", "classes"))
-    label = label if isinstance(label, np.ndarray) else _numpy(Path(label))
+    arrays = {"x": _array(file)} if file.suffix == ".npy" else _arrays(file, ("x", "label", "step", "classes"))
+    if labels is not None:
+        arrays["label"] = labels if isinstance(labels, np.ndarray) else _array(Path(labels))
+    if "x" not in arrays:
+        raise FileError(f"datasets: {file} has no array 'x'.")
+    if "label" not in arrays:
+        raise FileError(f"datasets: {file} holds no labels; name their file or give them as an array.")
+    x, label, step, names = arrays["x"], arrays["label"], arrays.get("step"), arrays.get("classes")
     if label.ndim == 0:
         raise FileError(
             f"datasets: labels of {file} must be class numbers [N] or flags [N, C] of 0 and 1, got a number."
         )
     if x.ndim != 2 or len(label) != len(x):
         raise FileError(f"datasets: {file} must hold x [N, D] and N labels, got {list(x.shape)} and {len(label)}.")
-    if len(x) == 0 or x.dtype.kind not in "fiu":
-        raise FileError(f"datasets: {file} must hold at least one row of numbers, got {len(x)} of {x.dtype}.")
-    if step is not None and step.shape != x.shape[1:]:
-        raise FileError(
-            f"datasets: {file} must have a step for each of {x.shape[1]} dimensions, got {list(step.shape)}."
-        )
+    if x.size == 0 or x.dtype.kind not in "fiu":
+        raise FileError(f"datasets: {file} must hold at least one row of numbers, got {list(x.shape)} of {x.dtype}.")
+    if step is not None:
+        if step.shape != x.shape[1:] or step.dtype.kind not in "fiu":
+            expected = f"a step for each of {x.shape[1]} dimensions"
+            raise FileError(f"datasets: {file} must have {expected}, got {list(step.shape)} of {step.dtype}.")
+        step = step.astype(np.float32)
+        if not np.isfinite(step).all():
+            raise FileError(f"datasets: {file} has a step that is not finite.")
     flags = _flags(file, label)
-    step = None if step is None else step.astype(np.float32)
     if names is not None and (names.dtype.kind != "U" or names.shape != flags.shape[1:]):
         raise FileError(f"datasets: {file} must have the names of {flags.shape[1]} classes, got {list(names.shape)}.")
     return FeatureArray(x, flags, [str(c) for c in range(flags.shape[1])] if names is None else names.tolist(), step)
@@ -195,7 +210,7 @@ def _flags(file: Path, label: np.ndarray) -> Tensor:
     if label.ndim == 2 and (label.dtype == bool or (label.dtype.kind in "iu" and not set(np.unique(label)) - {0, 1})):
         return torch.from_numpy(label.astype(bool))
     if label.ndim != 1 or label.dtype.kind not in "iu" or int(label.max()) >= len(label):
-        got = f"{label.dtype} {list(label.shape)} up to {label.max()}"
+        got = f"{label.dtype} {list(label.shape)}" + (f" up to {label.max()}" if label.dtype.kind in "iu" else "")
         raise FileError(f"datasets: labels of {file} must be class numbers [N] or flags [N, C] of 0 and 1, got {got}.")
     return one_hot(label, int(label.max()) + 1)
 
@@ -221,17 +236,12 @@ def read_words(path: Source | None, classes: Sequence[str]) -> Tensor:
         return torch.eye(len(classes))
     file = Path(path)
     if file.suffix == ".npy":
-        matrix = _numpy(file)
+        matrix = _array(file)
     else:
-        try:
-            with file.open() as text:
-                first = next((line for line in text if line.strip()), "").split()
-        except (OSError, UnicodeDecodeError) as error:
-            raise FileError(f"datasets: {file} cannot be read as text ({error}).") from error
-        matrix = _matrix(file) if _numeric(first) else _named_rows(file, classes)
-    if not isinstance(matrix, np.ndarray) or matrix.ndim != 2 or len(matrix) != len(classes):
-        size = getattr(matrix, "shape", None)
-        raise FileError(f"datasets: {file} must have {len(classes)} rows, one per class, got {list(size or ())}.")
+        matrix = _matrix(file) if _is_matrix(file) else _named_rows(file, classes)
+    if matrix.dtype.kind not in "fiu" or matrix.ndim != 2 or len(matrix) != len(classes):
+        got = f"{list(matrix.shape)} of {matrix.dtype}"
+        raise FileError(f"datasets: {file} must have {len(classes)} rows of numbers, one per class, got {got}.")
     words = torch.from_numpy(matrix.astype(np.float32))
     if not bool(torch.isfinite(words).all()) or not bool(words.any(dim=1).all()):
         raise FileError(f"datasets: {file} has a row that is 0 or not finite.")
@@ -268,12 +278,18 @@ def _matrix(file: Path) -> np.ndarray:
         raise FileError(f"datasets: {file} cannot be read as a matrix ({error}).") from error
 
 
-def _numeric(fields: Sequence[str]) -> bool:
-    """Whether all are numbers, more of them than the header of a word2vec file has."""
+def _is_matrix(file: Path) -> bool:
+    """Are the first two lines numbers? One such line is the header of a word2vec file."""
     try:
-        return len([float(field) for field in fields]) > 2
+        with file.open(encoding="utf-8", errors="replace") as text:
+            first = list(itertools.islice((line for line in text if line.strip()), 2))
+    except OSError as error:
+        raise type(error)(f"datasets: {file} cannot be read: {error.strerror or error}.") from error
+    try:
+        widths = [len([float(field) for field in line.split()]) for line in first]
     except ValueError:
         return False
+    return len(widths) == 2 or (len(widths) == 1 and widths[0] > 2)
 
 
 class _Line(NamedTuple):
@@ -314,16 +330,22 @@ def _decode(path: Path, size: int) -> Tensor:
         raise ImportError("Images need Pillow: `pip install drq_fast[retrieval]`.") from error
     try:
         with Image.open(path) as image:
-            rgb = image.convert("RGB")
+            # Pillow would clip what has 16 bits for a pixel at 255.
+            rgb = (_eight_bits(image) if image.mode.startswith("I") else image).convert("RGB")
     except FileNotFoundError:
         raise FileNotFoundError(f"datasets: the image {path} is missing.") from None
     except Exception as error:  # Pillow's decoders raise nearly anything
         raise FileError(f"datasets: the image {path} cannot be decoded ({error}).") from error
-    ratio = size / min(rgb.size)
-    width, height = (max(size, round(side * ratio)) for side in rgb.size)
-    left, top = (width - size) // 2, (height - size) // 2
-    resized = rgb.resize((width, height), Image.Resampling.BILINEAR).crop((left, top, left + size, top + size))
+    side = min(rgb.size)
+    left, top = ((extent - side) / 2 for extent in rgb.size)
+    resized = rgb.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1).contiguous()
+
+
+def _eight_bits(image: Any) -> Any:
+    from PIL import Image
+
+    return Image.fromarray((np.asarray(image) // 256).clip(0, 255).astype(np.uint8))
 
 
 def _binary_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -346,6 +368,13 @@ def _python_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
         raise FileError(f"datasets: {path} is not a batch of CIFAR-10 ({error!r}).") from error
 
 
+def _class_names(path: Path) -> list[str]:
+    try:
+        return [name.decode() for name in _unpickle(path)[b"label_names"]]
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        raise FileError(f"datasets: {path} does not name the classes of CIFAR-10 ({error!r}).") from error
+
+
 class _Arrays(pickle.Unpickler):
     """Reads containers and numpy arrays, and runs nothing else."""
 
@@ -364,15 +393,21 @@ def _unpickle(path: Path) -> Any:
             return _Arrays(file, encoding="bytes").load()
     except FileNotFoundError:
         raise FileNotFoundError(f"datasets: {path} is missing.") from None
-    except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, ImportError, IndexError) as error:
+    except Exception as error:  # a damaged pickle raises nearly anything
         raise FileError(f"datasets: {path} is not a batch of CIFAR-10 ({error}).") from error
 
 
-def _numpy(path: Path) -> Any:
-    """An array, mapped from `.npy`, or the arrays of an `.npz`."""
+def _array(path: Path) -> np.ndarray:
+    """The array of an `.npy` file, mapped."""
+    return read_array("datasets", path, mmap=True)
+
+
+def _arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Those arrays of an `.npz` file that it has."""
     try:
-        return np.load(path, mmap_mode="r" if path.suffix == ".npy" else None, allow_pickle=False)
+        with np.load(path, allow_pickle=False) as pack:
+            return {name: pack[name] for name in names if name in pack.files}
     except FileNotFoundError:
         raise FileNotFoundError(f"datasets: {path} is missing.") from None
     except Exception as error:  # zipfile and numpy raise nearly anything
-        raise FileError(f"datasets: {path} is not a whole .npy or .npz file ({error}).") from error
+        raise FileError(f"datasets: {path} is not a whole .npz file of numbers ({error}).") from error

@@ -94,22 +94,43 @@ def evaluate_vectors(
     depths: Sequence[int] = (),
     copies: Tensor | None = None,
 ) -> Figures:
-    """The same for vectors x [N, D] as they are. With `copies` [N], items are rows of x of these numbers."""
+    """The same for vectors x [N, D] as they are. With `copies` [N], items are rows of x of these numbers.
+
+    Scores are float32, or float64 where x or query is. Equal vectors are ranked as one, so they always tie.
+    """
     op = "evaluate_vectors"
-    checks.floating(op, "x", x)
-    checks.finite(op, "x", x)
     checks.choice(op, "metric", metric, checks.METRICS)
+    for name, value in (("x", x), ("query", query)):
+        checks.floating(op, name, value)
+        checks.finite(op, name, value)
+    if x.ndim != 2:
+        checks.fail(op, "x", "[N, D]", checks.shape_of(x))
     checks.vectors(op, "query", query, x.shape[1], x.device)
+    x, same = torch.unique(x, dim=0, return_inverse=True)
+    copies = same if copies is None else same[_row_numbers(op, copies, len(same))]
+    wide = torch.promote_types(torch.promote_types(x.dtype, query.dtype), torch.float32)
+    x, query = x.to(wide), query.to(wide)
     if metric == "cosine":
         x, query = (torch.nn.functional.normalize(v, dim=1) for v in (x, query))
-    norms = (x * x).sum(dim=1) if metric == "l2" else 0
+    if metric == "l2":  # distances stay, and small ones between vectors far from 0 keep their digits
+        x, query = x - x.mean(dim=0), query - x.mean(dim=0)
+    norms = (x * x).sum(dim=1)
+    if not bool(norms.isfinite().all()):
+        checks.fail(op, "x", f"small enough for its squares in {wide}", f"up to {float(x.abs().max()):.3g}")
 
     def rank(batch: Tensor) -> tuple[Tensor, Tensor]:
-        order = (norms - 2 * batch @ x.T).sort(dim=1)
+        order = ((norms if metric == "l2" else 0) - 2 * batch @ x.T).sort(dim=1)
         return order.values, order.indices
 
-    copies = torch.arange(len(x), device=x.device) if copies is None else copies
     return _evaluate(op, rank, copies, len(x), labels, query, query_labels, R, depths, None)
+
+
+def _row_numbers(op: str, copies: Tensor, N: int) -> Tensor:
+    """Row numbers below N as int64."""
+    numbers = checks.integers(op, "copies", copies).long()
+    if numbers.ndim != 1 or (len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < N):
+        checks.fail(op, "copies", f"row numbers in 0..{N - 1}", checks.shape_of(copies))
+    return numbers
 
 
 def recall(found: Tensor | np.ndarray, neighbours: Tensor | np.ndarray) -> float:
@@ -171,8 +192,9 @@ def _evaluate(
         checks.integer(op, "R and depths", depth, 1)
     counts = torch.bincount(copies, minlength=U).double()
     kinds, kind = torch.unique(labels, dim=0, return_inverse=True)  # items of one kind have the same labels
+    one = torch.ones(len(kind), dtype=torch.float32, device=kind.device)
     table = torch.sparse_coo_tensor(  # [U, kinds]: how many items of each kind
-        torch.stack([copies, kind]), torch.ones(len(kind), device=kind.device), (U, len(kinds)), check_invariants=True
+        torch.stack([copies, kind]), one, (U, len(kinds)), check_invariants=True
     ).coalesce()
     totals = torch.zeros(1 + len(depths) + RECALLS, dtype=torch.float64, device=query.device)
     answerable = 0
@@ -207,7 +229,7 @@ def _groups(scores: Tensor, counts: Tensor, relevant: Tensor) -> _Groups:
 def _average_precision(groups: _Groups, R: int | None) -> Tensor:
     """AP@R [q]. Of the group that the cut goes through, j of m items are relevant with hypergeometric probability."""
     N0, R0, N1, R1, last = groups
-    if N0.shape[1] == 0:
+    if N0.numel() == 0:
         return N0.new_zeros(len(N0))
     N = int(N1[0, -1])
     cut = N if R is None else min(R, N)
@@ -219,7 +241,14 @@ def _average_precision(groups: _Groups, R: int | None) -> Tensor:
     precisions = torch.where(last & (cut >= N1), sums, 0).sum(dim=1)
     at = torch.searchsorted(N1, N1.new_full((len(N1), 1), cut))  # the group that holds the last item inside
     N0, n, R0, r = (t.gather(1, at) for t in (N0, n, R0, r))
-    return _expectation(precisions, N0, n, R0, r, cut, inverse)
+    if bool((cut - N0 == n).all()):  # no group is cut
+        return precisions / (R0 + r).squeeze(1).clamp_min(1)
+    widest = int(torch.minimum(r, cut - N0).max()) + 1
+    found = [
+        _expectation(precisions[q], N0[q], n[q], R0[q], r[q], cut, inverse)
+        for q in torch.arange(len(N0)).split(max(1, _ENTRIES // widest))
+    ]
+    return torch.cat(found)
 
 
 def _expectation(precisions: Tensor, N0: Tensor, n: Tensor, R0: Tensor, r: Tensor, cut: int, inverse: Tensor) -> Tensor:
@@ -251,8 +280,8 @@ def _precision(groups: _Groups, depths: Sequence[int]) -> Tensor:
 def _precision_at_recall(groups: _Groups) -> Tensor:
     """The precision where the expected part of the relevant items reaches 1 %, 2 %, ... 100 %: [q, RECALLS]."""
     R1 = groups.R1.contiguous()
-    part = torch.arange(1, RECALLS + 1, dtype=R1.dtype, device=R1.device) / RECALLS
-    wanted = R1[:, -1:] * part
+    percent = torch.arange(1, RECALLS + 1, dtype=R1.dtype, device=R1.device)
+    wanted = R1[:, -1:] * percent / RECALLS  # in this order whole numbers stay whole
     at = torch.searchsorted(R1, wanted).clamp_max(R1.shape[1] - 1)
     N0, R0, N1, end = (t.gather(1, at) for t in groups[:4])
     place = N0 + (wanted - R0) * (N1 - N0) / (end - R0).clamp_min(1e-300)

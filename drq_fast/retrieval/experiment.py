@@ -63,13 +63,14 @@ class Settings:
             checks.fail(op, "data", "the name of a folder or a file, or of several files", repr(data))
         object.__setattr__(self, "data", tuple(str(path) for path in data))  # a list from JSON becomes what it was
         for name in ("labels", "root", "words", "backbone"):
-            if not isinstance(getattr(self, name), (str, Path, type(None))):
-                checks.fail(op, name, "the name of a file", repr(getattr(self, name)))
+            value = getattr(self, name)
+            if not isinstance(value, (str, Path)) and (value is not None or name == "backbone"):
+                checks.fail(op, name, "the name of a file", repr(value))
         for name in ("size", "hidden", "dim", "levels"):
-            checks.integer(op, name, getattr(self, name), 1, 1 << 20)
+            object.__setattr__(self, name, checks.integer(op, name, getattr(self, name), 1, 1 << 20))
         for name in ("train", "query"):
             if getattr(self, name) is not None:
-                checks.integer(op, name, getattr(self, name), 0)
+                object.__setattr__(self, name, checks.integer(op, name, getattr(self, name), 0))
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             checks.fail(op, "dropout", "at least 0 and below 1", repr(self.dropout))
         checks.choice(op, "protocol", self.protocol, tuple(PROTOCOLS))
@@ -84,7 +85,8 @@ class Settings:
                     op, "codewords", f"chosen for {self.protocol}, one of {', '.join(map(str, known))}", "nothing"
                 )
             object.__setattr__(self, "codewords", known[0])
-        checks.integer(op, "codewords", self.codewords, 2, checks.MAX_CODEWORDS)
+        codewords = checks.integer(op, "codewords", self.codewords, 2, checks.MAX_CODEWORDS)
+        object.__setattr__(self, "codewords", codewords)
 
     def resolved(self) -> Settings:
         """The same with absolute paths, which hold wherever a run is looked at."""
@@ -112,6 +114,8 @@ class Experiment:
         self.settings = settings
         self.items = read_items(settings)
         self.config = config or settings.config
+        if not any(self.config.epochs[1:]):
+            checks.fail("train", "epochs", "at least 1 in stage 2 or 3, which learn the codebook", self.config.epochs)
         self.words = datasets.read_words(settings.words, self.items.classes)
         self.split: Split = split(
             settings.protocol,
@@ -224,9 +228,14 @@ def read_items(settings: Settings) -> Items:
         if len(settings.data) > 1:
             checks.fail("train", "data", "one folder, or files", f"{len(settings.data)} with a folder first")
         cifar = any((first / f"data_batch_1{suffix}").exists() for suffix in ("", ".bin"))
-        return datasets.cifar10(first) if cifar else datasets.image_folder(first)
+        return datasets.cifar10(first) if cifar else datasets.image_folder(first, _decoded(settings))
     if settings.of_features:
         if len(settings.data) > 1:
             checks.fail("train", "data", "one file of features", len(settings.data))
         return datasets.features(first, settings.labels)
-    return datasets.image_list(list(settings.data), settings.root)
+    return datasets.image_list(list(settings.data), settings.root, size=_decoded(settings))
+
+
+def _decoded(settings: Settings) -> int:
+    """Pixels of images as they are read: at most twice as many as the network sees, so that random parts are sharp."""
+    return max(settings.size, min(256, 2 * settings.size))

@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import checks
 
 MINING = ("semi_hard", "random")
+_NO_DIRECTION = 1e-6  # the length of z up to which its cosine counts as 0, so that gradients stay bounded
 
 
 class Triplets(NamedTuple):
@@ -38,7 +39,8 @@ def adaptive_margin_loss(z: Tensor, labels: Tensor, words: Tensor) -> Tensor:
     with torch.autocast(z.device.type, enabled=False):
         z = _full(z)
         v = F.normalize(words.to(z.dtype), dim=1)
-        cosine = F.normalize(z, dim=1) @ v.T  # [N, C]
+        length = _length(z)[:, None]
+        cosine = z / torch.where(length > _NO_DIRECTION, length, 1) @ v.T  # [N, C]
         delta = 1 - v @ v.T  # [C, C]
         image, i = labels.nonzero(as_tuple=True)  # [P]: every label of every image
         violation = (delta[i] - cosine[image, i][:, None] + cosine[image]).clamp_min(0)  # [P, C]
@@ -87,6 +89,7 @@ def mine(distance: Tensor, labels: Tensor, mining: str, generator: torch.Generat
 
 def distances(x: Tensor) -> Tensor:
     """Euclidean distances [N, N] of x [N, D], with a gradient of 0 where one is 0."""
+    x = x - x.detach().mean(dim=0)  # vectors close together but far from 0 keep their digits
     squared = (x * x).sum(dim=1)
     return _root((squared[:, None] + squared - 2 * x @ x.T).clamp_min(0).fill_diagonal_(0))
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from .. import checks
-from ..files import checksum
+from ..files import FileError, checksum
 from . import checkpoint
 from .augment import augment
 from .backbones import Precomputed
@@ -33,6 +34,7 @@ from .losses import MINING, adaptive_margin_loss, batch_triplet_loss
 from .model import Model
 
 CHECKPOINT = "checkpoint.safetensors"
+_SAMPLED = 16  # items that a checkpoint is told from one of other data by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +43,8 @@ class Config:
 
     epochs: of each stage. batch: in all, whatever the number of processes. schedule "cosine" lowers both rates to 0
     over the run. detach keeps the quantizer's error from head and backbone. freeze_norms leaves batch norms as they
-    were trained. amp: bfloat16 where torch thinks it safe. A checkpoint is written every checkpoint_seconds.
+    were trained, weights and statistics. amp: bfloat16 where torch thinks it safe. A checkpoint is written every
+    checkpoint_seconds.
     """
 
     epochs: tuple[int, int, int] = (30, 10, 20)
@@ -70,18 +73,21 @@ class Config:
         epochs = tuple(checks.integer(op, "epochs", epoch, 0) for epoch in self.epochs)
         if len(epochs) != 3 or not any(epochs):
             checks.fail(op, "epochs", "three numbers, one per stage and not all of them 0", self.epochs)
-        object.__setattr__(self, "epochs", epochs)  # a list from JSON becomes what it was
-        checks.integer(op, "batch", self.batch, 2)
-        checks.integer(op, "workers", self.workers, 0)
-        checks.integer(op, "seed", self.seed, 0, (1 << 63) - 1)
+        # A list from JSON becomes what it was, numbers of numpy those that JSON can hold.
+        object.__setattr__(self, "epochs", epochs)
+        for name, low in (("batch", 2), ("workers", 0), ("seed", 0)):
+            object.__setattr__(self, name, checks.integer(op, name, getattr(self, name), low, (1 << 63) - 1))
         checks.choice(op, "schedule", self.schedule, ("cosine", "constant"))
         checks.choice(op, "mining", self.mining, MINING)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.type == "float" and not (isinstance(value, (int, float)) and 0 <= value < math.inf):
-                checks.fail(op, field.name, "a finite number of at least 0", repr(value))
+            if field.type == "float":
+                number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
+                if not (number and 0 <= value < math.inf):
+                    checks.fail(op, field.name, "a finite number of at least 0", repr(value))
+                object.__setattr__(self, field.name, float(value))
             if field.type == "bool":
-                checks.boolean(op, field.name, value)
+                object.__setattr__(self, field.name, checks.boolean(op, field.name, value))
 
     def levels(self, epoch: int, M: int) -> int:
         """How many levels run in an epoch: 0, 1 or all of them."""
@@ -217,7 +223,7 @@ class _Run:
             "words": checksum(self.model.words.cpu()),
             "rows": checksum(self.rows),
             "labels": checksum(self.items.labels[self.rows]),
-            "items": checksum(self.items[self.rows[:2].tolist()]),
+            "items": checksum(self.items[self.rows[:: -(-len(self.rows) // _SAMPLED)].tolist()]),
         }
 
     def epoch(self, bar: Any) -> None:
@@ -319,9 +325,8 @@ class _Run:
         """Training mode, but for batch norms that stay as they are."""
         self.model.train()
         if self.config.freeze_norms:
-            for module in self.model.modules():
-                if isinstance(module, _BatchNorm):
-                    module.eval()
+            for norm in _norms(self.model):
+                norm.eval()
 
     def save(self) -> None:
         """A checkpoint, by one process."""
@@ -348,7 +353,9 @@ def features(
                 with torch.autocast(device.type, torch.bfloat16, enabled=amp):
                     parts.append(model.features(inputs.to(device)).x.float())
                 bar.update(len(chosen))
-        return torch.cat(parts)
+        x = torch.cat(parts)
+        checks.finite("features", "x", x)
+        return x
     finally:
         model.train(training)
 
@@ -369,22 +376,33 @@ def _rows(op: str, rows: Any, N: int) -> Tensor:
 def _loaded(items: Items, batches: Sequence[Tensor], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
     """(rows, inputs) of every batch, read by worker processes if there are any."""
     wanted = [batch.tolist() for batch in batches]
+    workers = min(workers, len(wanted))
     loader: DataLoader[Tensor] = DataLoader(
-        items, batch_size=None, sampler=wanted, num_workers=min(workers, len(wanted)), generator=torch.Generator()
+        items, batch_size=None, sampler=wanted, num_workers=workers, generator=torch.Generator()
     )
-    return zip(batches, loader, strict=True)
+    try:
+        yield from zip(batches, loader, strict=True)
+    except (FileError, OSError, ImportError) as error:
+        if workers:  # torch puts the worker's traceback before what it said
+            raise type(error)(str(error).rstrip().rpartition("\n")[2].partition(": ")[2]) from None
+        raise
 
 
 def _optimiser(model: Model, config: Config) -> torch.optim.Optimizer:
     """Adam, with decoupled weight decay, for the new layers and for the backbone."""
-    backbone = list(model.backbone.parameters())
-    known = {id(p) for p in backbone}
-    groups = [
-        {"params": [p for p in model.parameters() if id(p) not in known], "base": config.rate},
-        {"params": backbone, "base": config.backbone_rate},
+    frozen = {id(p) for norm in _norms(model) for p in norm.parameters()} if config.freeze_norms else set()
+    backbone = {id(p) for p in model.backbone.parameters()}
+    trained = [p for p in model.parameters() if id(p) not in frozen]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if id(p) not in backbone], "base": config.rate},
+        {"params": [p for p in trained if id(p) in backbone], "base": config.backbone_rate},
     ]
     groups = [group for group in groups if group["params"]]
     return torch.optim.AdamW(groups, lr=config.rate, betas=(0.9, 0.999), weight_decay=config.weight_decay)
+
+
+def _norms(model: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in model.modules() if isinstance(module, _BatchNorm))
 
 
 def _digest(text: str) -> str:
