@@ -268,8 +268,9 @@ def kept(path: Path | None, task: Task) -> dict[str, list[Run]]:
         return {}
     found = json.loads(path.read_text())
     for name, value in task.made_by().items():
-        if found["made_by"].get(name) != value:
-            raise SystemExit(f"--keep: {path} has runs of another {name}: {found['made_by'].get(name)}, not {value}")
+        there = found.get("made_by", {}).get(name)
+        if there != value:
+            raise SystemExit(f"--keep: {path} has runs of another {name}: {there}, not {value}")
     return {name: [Run(*run) for run in done] for name, done in found["runs"].items()}
 
 
@@ -296,7 +297,7 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     parser.add_argument("--keep", type=Path, help="JSON file of runs; read if it is there, written after every run")
     parser.add_argument("--name", help="of the table in docs/results.md")
-    parser.add_argument("--curve", type=Path, help="SVG file for the losses of the first run by epoch")
+    parser.add_argument("--curve", type=Path, help="SVG file for the losses of the first seed by epoch")
     options = parser.parse_args()
     if options.sizes:
         return show(sizes(), options.name)
@@ -314,6 +315,7 @@ def main() -> None:
     named = {"data": options.data.name, "words": options.words and options.words.name, "protocol": options.protocol}
     named |= {"seeds": options.seeds} | ({"size": options.size} if task.images else {})
     command = "python benchmarks/paper.py " + " ".join(f"--{k} {v}" for k, v in named.items() if v is not None)
+    command += f" --curve {options.curve.name}" if options.curve else ""
     command += "".join(f" --{flag}" for flag in ("ablations", "peers", "validate") if getattr(options, flag))
     command += f" --set {' '.join(options.set)}" if options.set else ""
     text = table(task, runs, command + (f' --name "{options.name}"' if options.name else ""), options.name or "paper")
@@ -321,7 +323,7 @@ def main() -> None:
     if options.curve:
         from drq_fast.retrieval.plots import draw_losses  # needs matplotlib
 
-        draw_losses(options.curve, next(iter(runs.values()))[0].history, options.name or "paper")
+        draw_losses(options.curve, runs["none"][0].history, options.name or "paper")
 
 
 if __name__ == "__main__":

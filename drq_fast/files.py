@@ -115,10 +115,10 @@ def verify(op: str, path: Path, name: str, tensor: Tensor, expected: str) -> Non
 
 
 def remove_remains(folder: Path) -> None:
-    """Removes temporary folders that a killed process has left; nobody may be writing meanwhile."""
+    """Removes what a killed process has left of its temporary folders; nobody may be writing meanwhile."""
     for path in folder.glob(".*.tmp"):
         if re.fullmatch(r"\.[0-9a-f]{16}\.tmp", path.name):
-            shutil.rmtree(path, ignore_errors=True)
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def checksum(tensor: Tensor) -> str:

@@ -225,7 +225,7 @@ def test_a_feature_that_is_not_finite_is_named(tmp_path):
     x = np.zeros((6, 4))
     x[4, 1] = np.nan
     items = datasets.FeatureArray(x, datasets.one_hot(np.arange(6) % 2, 2), ["a", "b"])
-    assert items[[0, 5]].tolist() == np.zeros((2, 4)).tolist()
+    assert items[[0, 5]].tolist() == items[[True, False, False, False, False, True]].tolist() == [[0] * 4] * 2
     with pytest.raises(FileError, match=r"^datasets: item 4 has a feature that is not finite in float32\.$"):
         items[[5, 4]]
     with pytest.raises(FileError, match=r"^datasets: 6 items cannot have 5 rows of labels\.$"):
@@ -271,6 +271,8 @@ def test_word_vectors(tmp_path):
     for name in ("glove.txt", "word2vec.txt"):
         words = datasets.read_words(tmp_path / name, ["cat", "grey_wolf"])
         assert words.tolist() == [[1, 2, 3], [3, 1, 2]]
+    (tmp_path / "numbers.txt").write_text("2 3\n0 1 2 3\n1 4 5 6\n")  # words that are numbers
+    assert datasets.read_words(tmp_path / "numbers.txt", ["1", "0"]).tolist() == [[4, 5, 6], [1, 2, 3]]
     np.savetxt(tmp_path / "narrow.txt", matrix[:, :2])
     assert datasets.read_words(tmp_path / "narrow.txt", ["cat", "dog"]).tolist() == matrix[:, :2].tolist()
     (tmp_path / "glove.txt").write_bytes(b"\xff 1 2 3\n" + (tmp_path / "word2vec.txt").read_bytes())

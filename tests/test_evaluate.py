@@ -122,6 +122,7 @@ def test_equal_vectors_tie_in_whatever_order_they_come(metric):
     labels = torch.zeros(1003, 1, dtype=torch.bool)
     labels[:100] = True
     asked = {"query": torch.randn(1, 300, generator=generator), "query_labels": labels[:1], "R": 100, "metric": metric}
+    x = x * 2.0 ** (torch.arange(1003)[:, None] % 40) if metric == "cosine" else x  # one direction, to the bit
     first, last = (evaluate.evaluate_vectors(x, order, **asked) for order in (labels, labels.flip(0)))
     assert first == last
 
@@ -137,19 +138,35 @@ def test_vectors_of_any_size_are_ranked_as_those_in_float64():
         assert found.mean_average_precision == pytest.approx(expected.mean_average_precision, abs=1e-3)
     found = evaluate.evaluate_vectors((300 * x).half(), query=(300 * query).half(), **asked)
     assert found.mean_average_precision == pytest.approx(expected.mean_average_precision, abs=0.02)
-    with pytest.raises(ValueError, match=r"^evaluate_vectors: x must be small enough for its squares in torch.float32"):
-        evaluate.evaluate_vectors(x * 1e20, query=query, **asked)
+    for metric in ("l2", "ip", "cosine"):
+        with pytest.raises(
+            ValueError, match=r"^evaluate_vectors: x must be small enough for its squares in torch.floa"
+        ):
+            evaluate.evaluate_vectors(x * 1e20, query=query, metric=metric, **asked)
+        with pytest.raises(ValueError, match=r"^evaluate_vectors: query must be small enough for its squares"):
+            evaluate.evaluate_vectors(x, query=query * 1e20, metric=metric, **asked)
+    with pytest.raises(ValueError, match=r"must be at least one of each, got 0 and 4\.$"):
+        evaluate.evaluate_vectors(x[:0], labels[:0], query, labels[:4])
     with pytest.raises(ValueError, match=r"^evaluate_vectors: copies must be row numbers in 0\.\.59"):
         evaluate.evaluate_vectors(x, query=query, copies=torch.full((60,), 60), **asked)
 
 
-def test_a_cut_through_a_large_tie_takes_little_memory():
-    """2,000 queries with a table of 5,000 chances each would be 80 MB, several times over."""
+def test_tables_of_a_cut_through_a_large_tie_have_a_bound(monkeypatch):
+    sizes = []
+    whole = evaluate._expectation
+
+    def watched(precisions, *rest):
+        sizes.append(len(precisions) * 6001)  # up to 6,000 relevant items may be inside
+        return whole(precisions, *rest)
+
+    monkeypatch.setattr(evaluate, "_expectation", watched)
     relevant = torch.zeros(1, 12_000, dtype=torch.bool)
     relevant[:, ::2] = True
     one = average_precision(torch.zeros(1, 12_000), relevant, R=10_000)
     many = average_precision(torch.zeros(300, 12_000), relevant.expand(300, -1), R=10_000)
     assert torch.equal(many, one.expand(300))
+    assert len(sizes) > 2
+    assert max(sizes) <= evaluate._ENTRIES
 
 
 def test_vectors_and_copies_of_them():

@@ -109,6 +109,17 @@ def test_names_are_drawn_and_written_as_they_are(runs):
     assert data_of(odd / "report" / "page.html")["run"] == odd.name
 
 
+def test_runs_with_names_that_begin_alike_both_have_losses(made):
+    from drq_fast.retrieval import plots
+
+    part = report._part(Run(made / "run"))
+    names = [f"a/folder/with/a/long/name/{name}" for name in ("one", "two")]
+    figure = plots._losses([part._replace(name=name) for name in names])
+    assert [len(axes.get_lines()) - 2 * 2 for axes in figure.axes] == [2, 2, 2]  # and two dotted lines each
+    figure = plots._losses([part._replace(history=[]), part])
+    assert [len(axes.get_lines()) - 2 for axes in figure.axes] == [1, 1, 1]
+
+
 def test_usage_is_counted_by_level(made):
     part = report._part(Run(made / "run"))
     codes = torch.zeros(8, 3, dtype=torch.uint8)

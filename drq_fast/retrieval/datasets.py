@@ -85,6 +85,7 @@ class FeatureArray(Items):
 
     def __getitem__(self, rows: Any) -> Tensor:
         numbers = np.asarray(rows)
+        numbers = np.flatnonzero(numbers) if numbers.dtype == bool else numbers
         batch = np.asarray(self.x[numbers], dtype=np.float32)
         batch = batch if self.step is None else batch * self.step
         wrong = numbers[~np.isfinite(batch).all(axis=-1)]
@@ -279,7 +280,7 @@ def _matrix(file: Path) -> np.ndarray:
 
 
 def _is_matrix(file: Path) -> bool:
-    """Are the first two lines numbers? One such line is the header of a word2vec file."""
+    """Are the first two lines numbers, and as many? Two numbers above more are the header of a word2vec file."""
     try:
         with file.open(encoding="utf-8", errors="replace") as text:
             first = list(itertools.islice((line for line in text if line.strip()), 2))
@@ -289,7 +290,7 @@ def _is_matrix(file: Path) -> bool:
         widths = [len([float(field) for field in line.split()]) for line in first]
     except ValueError:
         return False
-    return len(widths) == 2 or (len(widths) == 1 and widths[0] > 2)
+    return len(widths) > 0 and (len(set(widths)) == 1 or widths[0] > 2)
 
 
 class _Line(NamedTuple):

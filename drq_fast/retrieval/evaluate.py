@@ -106,17 +106,18 @@ def evaluate_vectors(
     if x.ndim != 2:
         checks.fail(op, "x", "[N, D]", checks.shape_of(x))
     checks.vectors(op, "query", query, x.shape[1], x.device)
-    x, same = torch.unique(x, dim=0, return_inverse=True)
-    copies = same if copies is None else same[_row_numbers(op, copies, len(same))]
     wide = torch.promote_types(torch.promote_types(x.dtype, query.dtype), torch.float32)
     x, query = x.to(wide), query.to(wide)
+    for name, value in (("x", x), ("query", query)):
+        if not bool((value * value).sum(dim=1).isfinite().all()):
+            checks.fail(op, name, f"small enough for its squares in {wide}", f"up to {float(value.abs().max()):.3g}")
     if metric == "cosine":
         x, query = (torch.nn.functional.normalize(v, dim=1) for v in (x, query))
-    if metric == "l2":  # distances stay, and small ones between vectors far from 0 keep their digits
+    if metric == "l2" and len(x):  # distances stay, and small ones between vectors far from 0 keep their digits
         x, query = x - x.mean(dim=0), query - x.mean(dim=0)
+    x, same = torch.unique(x, dim=0, return_inverse=True)
+    copies = same if copies is None else same[_row_numbers(op, copies, len(same))]
     norms = (x * x).sum(dim=1)
-    if not bool(norms.isfinite().all()):
-        checks.fail(op, "x", f"small enough for its squares in {wide}", f"up to {float(x.abs().max()):.3g}")
 
     def rank(batch: Tensor) -> tuple[Tensor, Tensor]:
         order = ((norms if metric == "l2" else 0) - 2 * batch @ x.T).sort(dim=1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,7 +72,7 @@ def draw(folder: Path, parts: Sequence[Part], experiment: Experiment | None, poi
 def draw_losses(path: Path, history: Sequence[dict[str, float]], name: str) -> None:
     """The losses of a training by epoch, as `train` returns them."""
     with matplotlib.rc_context(_STYLE):
-        _save(_by_epoch({name: history}), path, f"{name}: losses by epoch; dotted: more levels from here on")
+        _save(_by_epoch([(_name(name), history)]), path, f"{name}: losses by epoch; dotted: more levels from here on")
 
 
 def _save(figure: Any, path: Path, title: str) -> None:
@@ -180,24 +180,26 @@ def _shade(colour: str, part: float) -> tuple[float, ...]:
 
 
 def _losses(parts: Sequence[Part]) -> Any:
-    return _by_epoch({_name(part.name): part.history for part in parts})
+    return _by_epoch([(_name(part.name), part.history) for part in parts])
 
 
-def _by_epoch(histories: Mapping[str, Sequence[dict[str, float]]]) -> Any:
+def _by_epoch(histories: Sequence[tuple[str, Sequence[dict[str, float]]]]) -> Any:
     """A panel for each loss; lines between epochs where the number of levels changes."""
     figure = Figure(figsize=(10, 3.6), layout="constrained")
     panels = figure.subplots(1, len(_LOSSES))
     for axes, (key, title) in zip(panels, _LOSSES.items(), strict=True):
         axes.set(title=title, xlabel="epoch")
         axes.title.set_fontsize("medium")
-        for (name, history), colour in zip(histories.items(), _COLOURS, strict=False):
+        for (name, history), colour in zip(histories, _COLOURS, strict=False):
+            if not history:
+                continue
             epochs = [(n, row) for n, row in enumerate(history, 1) if key != "error" or row["levels"]]
             values = [row[key] for _, row in epochs]
             axes.plot([n for n, _ in epochs], values, ".-", color=colour, linewidth=2, label=name)
             for n, (row, following) in enumerate(pairwise(history), 1):
                 if row["levels"] != following["levels"]:
                     axes.axvline(n + 0.5, color=colour, linestyle=":", linewidth=1.2)
-        axes.set_xlim(0.5, max(map(len, histories.values())) + 0.5)
+        axes.set_xlim(0.5, max(len(history) for _, history in histories) + 0.5)
         axes.set_ylim(bottom=0)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if len(histories) > 1:

@@ -383,8 +383,9 @@ def _loaded(items: Items, batches: Sequence[Tensor], workers: int) -> Iterator[t
     try:
         yield from zip(batches, loader, strict=True)
     except (FileError, OSError, ImportError) as error:
-        if workers:  # torch puts the worker's traceback before what it said
-            raise type(error)(str(error).rstrip().rpartition("\n")[2].partition(": ")[2]) from None
+        _, kind, said = str(error).rpartition(f"{type(error).__name__}: ")
+        if kind and str(error).startswith("Caught "):  # in a worker, whose traceback torch puts before what it said
+            raise type(error)(said.strip()) from None
         raise
 
 
