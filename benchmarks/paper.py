@@ -90,6 +90,7 @@ class Task:
             "protocol": self.options.protocol,
             "size": self.options.size if self.images else None,
             "peers": self.options.peers,
+            "limits": self.options.limits,
             "validate": self.options.validate,
             "config": json.loads(json.dumps(dataclasses.asdict(self.config))),
         }
@@ -131,8 +132,10 @@ class Task:
             values.setdefault(f"ours{suffix}", []).extend(figures.mean_average_precision for figures in shown)
             exact = evaluate_vectors(x["database"], labels, metric=metric, **asked).mean_average_precision
             values.setdefault(f"learned features, exact{suffix}", []).extend([exact] * len(shown))
-        for name, limit in limits(model, x["query"], of_items[rows.query], x["train"], of_items[rows.train]).items():
-            values.setdefault(name, []).extend([limit] * len(shown))
+        if self.options.limits:
+            found_limits = limits(model, x["query"], of_items[rows.query], x["train"], of_items[rows.train])
+            for name, limit in found_limits.items():
+                values.setdefault(name, []).extend([limit] * len(shown))
         for name, recipe in self.peers.items():
             for L in range(1, LEVELS + 1):
                 start = time.perf_counter()
@@ -293,6 +296,7 @@ def main() -> None:
     parser.add_argument("--run", type=Path, help="folder of checkpoints")
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--peers", action="store_true", help="codes of faiss on the learned features, too")
+    parser.add_argument("--limits", action="store_true", help="rows that say what the features do not tell apart")
     parser.add_argument("--validate", action="store_true")
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=VALUE")
     parser.add_argument("--keep", type=Path, help="JSON file of runs; read if it is there, written after every run")
@@ -316,7 +320,7 @@ def main() -> None:
     named |= {"seeds": options.seeds} | ({"size": options.size} if task.images else {})
     command = "python benchmarks/paper.py " + " ".join(f"--{k} {v}" for k, v in named.items() if v is not None)
     command += f" --curve {options.curve.name}" if options.curve else ""
-    command += "".join(f" --{flag}" for flag in ("ablations", "peers", "validate") if getattr(options, flag))
+    command += "".join(f" --{flag}" for flag in ("ablations", "peers", "limits", "validate") if getattr(options, flag))
     command += f" --set {' '.join(options.set)}" if options.set else ""
     text = table(task, runs, command + (f' --name "{options.name}"' if options.name else ""), options.name or "paper")
     show(text, options.name)

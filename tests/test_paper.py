@@ -51,7 +51,7 @@ def cells(table: str, row: str) -> list[str]:
 
 
 def test_the_table_and_the_runs_that_are_kept(data, tmp_path):
-    out = paper(data, "--seeds", "2", "--keep", str(tmp_path / "runs.json"))
+    out = paper(data, "--seeds", "2", "--limits", "--keep", str(tmp_path / "runs.json"))
     assert "| | 8 bits | 16 bits | 24 bits | 32 bits | seconds |" in out
     assert cells(out, "the paper: AlexNet, fine-tuned")[:4] == ["0.803", "0.824", "0.832", "0.837"]
     kept = json.loads((tmp_path / "runs.json").read_text())["runs"]["none"]
@@ -60,16 +60,16 @@ def test_the_table_and_the_runs_that_are_kept(data, tmp_path):
     assert cells(out, "ours")[:4] == expected
     assert min(map(min, by_code)) > 0.8  # two classes that are easy to tell apart
     assert len(cells(out, "learned features, exact")) == len(cells(out, "ours, by distance")) == 5
-    assert "--seeds 2 --set epochs=1,1,1 batch=64`." in out
+    assert "--seeds 2 --limits --set epochs=1,1,1 batch=64`." in out
     known, right = "training images ranked for 1,000 of them, exact", "share of queries nearest to a word of theirs"
     assert min(float(value.split()[0]) for row in (known, right) for value in cells(out, row)[:4]) > 0.8
     assert [epoch["levels"] for epoch in kept[0][2]] == [0, 1, 4]
     curve = tmp_path / "curve.svg"
-    again = paper(data, "--seeds", "2", "--keep", str(tmp_path / "runs.json"), "--curve", str(curve))
+    again = paper(data, "--seeds", "2", "--limits", "--keep", str(tmp_path / "runs.json"), "--curve", str(curve))
     assert curve.read_text().rstrip().endswith("</svg>")
     assert not [line for line in again.splitlines() if line.startswith("none ")]  # nothing was computed anew
     assert cells(again, "ours") == cells(out, "ours")
-    assert refused(data, "--keep", str(tmp_path / "runs.json"), "--validate") == (
+    assert refused(data, "--limits", "--keep", str(tmp_path / "runs.json"), "--validate") == (
         f"--keep: {tmp_path / 'runs.json'} has runs of another validate: False, not True"
     )
     assert refused(data, "--protocol", "cifar10-1", "--peers").startswith("--peers: faiss has 8 bits for a level here")
