@@ -58,7 +58,7 @@ ROWS = {
 
 
 class Run(NamedTuple):
-    """mAP by row and code length of one seed, seconds, and the losses of every epoch."""
+    """mAP by row and code length of one seed, seconds, and the losses of every epoch (of the last model)."""
 
     values: dict[str, list[float]]
     seconds: dict[str, float]
