@@ -1,7 +1,8 @@
 """Deep Recurrent Quantization: one shared codebook, one training, codes that can be cut at any length."""
 
 from . import functional
-from .backend import BackendUnavailable, use_backend
+from .backends import BackendUnavailable, use_backend
+from .codec import Codec
 from .codes import cut, pack, unpack
 from .files import FileError
 from .index import Index, IndexResult
@@ -11,6 +12,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BackendUnavailable",
+    "Codec",
     "FileError",
     "Index",
     "IndexResult",

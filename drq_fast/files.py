@@ -22,7 +22,11 @@ from torch import Tensor
 
 from . import checks
 
-FORMAT_VERSION = 1
+# The version of the format that is written, by kind of file. Older ones are read: see MIGRATIONS.
+VERSIONS = {"codec": 1, "index": 1, "quantizer": 1, "training": 1}
+
+# (kind, version) -> a function that turns the tensors and the config of that version into those of the next, in place.
+MIGRATIONS: dict[tuple[str, int], Callable[[dict[str, Tensor], dict[str, Any]], None]] = {}
 
 
 class FileError(ValueError):
@@ -37,7 +41,7 @@ def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], c
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     header = {
         "kind": f"drq_fast.{kind}",
-        "version": str(FORMAT_VERSION),
+        "version": str(VERSIONS[kind]),
         "config": json.dumps(config, sort_keys=True),
         "checksums": json.dumps({name: checksum(tensor) for name, tensor in tensors.items()}, sort_keys=True),
     }
@@ -105,7 +109,18 @@ def read(
     for name, tensor in tensors.items():
         if name not in skipped:
             verify("load", target, name, tensor, checksums[name])
+    for version in range(int(header["version"]), VERSIONS[kind]):
+        MIGRATIONS[kind, version](tensors, config)
     return tensors, config, checksums
+
+
+@contextmanager
+def describing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
+    """Within it, what is wrong with the contents of a file becomes a FileError."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FileError(f"load: {path} does not describe {what} ({error}).") from error
 
 
 def verify(op: str, path: Path, name: str, tensor: Tensor, expected: str) -> None:
@@ -181,9 +196,9 @@ def _check_header(path: Path, kind: str, header: dict[str, str]) -> None:
     version = header.get("version", "")
     if not version.isdecimal() or len(version) > 9 or int(version) < 1:
         raise FileError(f"load: {path} is corrupted (its version is {version[:20]!r}).")
-    if int(version) > FORMAT_VERSION:
+    if int(version) > VERSIONS[kind]:
         raise FileError(
-            f"load: {path} has format version {version}, newer than the {FORMAT_VERSION} that this drq_fast reads; "
+            f"load: {path} has format version {version}, newer than the {VERSIONS[kind]} that this drq_fast reads; "
             "upgrade drq_fast."
         )
     if header.get("header") != header_checksum(header):

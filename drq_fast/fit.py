@@ -11,7 +11,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from . import checks, functional
-from .reference import FLOOR
+from .backends.torch import FLOOR
+from .backends.types import Parameters
 
 _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] block that stays in cache
 _SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
@@ -21,7 +22,7 @@ NOISE = 0.2  # standard deviation of what is added to a codeword in the first ro
 _STRIDE = 1.7  # how far a round goes on the way to the refitted codebook: beyond it, where the codes will follow
 
 
-class Codec(NamedTuple):
+class Fitted(NamedTuple):
     """codebook [K, D], scale [M], offset [D] or None; errors [M]: squared error of the data it was fitted to after each
     level, relative to that of the offset (or zero) alone."""
 
@@ -62,7 +63,7 @@ def fit(
     beam: int = 16,
     noise: float = NOISE,
     seed: int | None = None,
-) -> Codec:
+) -> Fitted:
     """The codec with the smallest sum_m omega[m] ||x - xhat_m||^2 found for x [N, D] float32; any N >= 1.
 
     omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (by beam in the last
@@ -77,18 +78,19 @@ def fit(
     spread = noise * x.var(dim=0, correction=0).sqrt()
     if not codewords < len(x) or codewords > _SOLVABLE:  # nothing to escape from, or nothing that would take it back
         spread = torch.zeros_like(spread)
+    level_weights = tuple(weights.tolist())
     codebook, scale = plus_plus(x, codewords, generator), x.new_tensor([0.7**m for m in range(levels)])
-    best, best_cost = Codec(codebook, scale, mean, (1.0,) * levels), float("inf")
+    best, best_cost = Fitted(codebook, scale, mean, (1.0,) * levels), float("inf")
     bar = tqdm(range(rounds + 1), desc="fit", unit="round", delay=2, disable=None, leave=False)
     try:
         for step in bar:
             width = 1 if step < 0.9 * rounds else beam
-            codes = encode(x, codebook, scale, beam=width, level_weights=tuple(weights.tolist()))
+            codes = functional.encode_checked(x, Parameters(codebook, scale, None), width, level_weights)
             statistics = _collect(x, codes, codebook, energy)
             errors = statistics.errors(scale)
             if float(errors @ weights) < best_cost:
                 relative = tuple((errors.clamp_min(0) / statistics.energy.clamp_min(1e-30)).tolist())
-                best, best_cost = Codec(codebook, scale, mean, relative), float(errors @ weights)
+                best, best_cost = Fitted(codebook, scale, mean, relative), float(errors @ weights)
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
                 scale = _best_scale(statistics, weights, scale, free_scale)
@@ -100,11 +102,6 @@ def fit(
     except KeyboardInterrupt:
         bar.write("fit: interrupted; the best codec so far is kept.")
     return best
-
-
-def default_weights(levels: int) -> tuple[float, ...]:
-    """How much each level counts in `fit` and in a beam where the user does not say: the full length most."""
-    return (0.16, *[0.1] * (levels - 2), 1.0) if levels > 1 else (1.0,)
 
 
 def seeded(seed: int | None) -> torch.Generator:
@@ -155,33 +152,6 @@ def tiles(N: int, width: int) -> Iterator[slice]:
         yield slice(first, min(first + rows, N))
 
 
-def encode(
-    x: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    offset: Tensor | None = None,
-    beam: int = 1,
-    level_weights: tuple[float, ...] | None = None,
-) -> Tensor:
-    """functional.encode some rows at a time, with a progress bar where it takes long: codes [N, M].
-
-    level_weights: `default_weights` if None.
-    """
-    K, D = codebook.shape
-    level_weights = level_weights or default_weights(len(scale))
-    code_dtype = torch.uint8 if K <= 256 else torch.int32
-    float_dtype = torch.promote_types(codebook.dtype, torch.float32)
-    codes = torch.empty(len(x), len(scale), dtype=code_dtype, device=codebook.device)
-    with tqdm(total=len(x), desc="encode", unit="vectors", delay=2, disable=None, leave=False) as bar:
-        for rows in tiles(len(x), max(1, D // 16)):
-            tile = x[rows].to(codebook.device, float_dtype)
-            codes[rows] = functional.encode(
-                tile, codebook, scale, offset=offset, beam=beam, level_weights=level_weights
-            )
-            bar.update(len(tile))
-    return codes
-
-
 def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
     """k-means++: K rows of x [N, D], drawn with probability proportional to the squared distance to those before.
 
@@ -219,8 +189,9 @@ def revive(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, generator:
     dead = (~used).nonzero().squeeze(1)
     if len(dead) == 0:
         return codebook
+    codec = Parameters(codebook, scale, None)
     error = torch.cat(
-        [(x[r] - functional.decode(codes[r], codebook, scale)).square().sum(dim=1) for r in tiles(len(x), x.shape[1])]
+        [(x[r] - functional.decode_checked(codes[r], codec)).square().sum(dim=1) for r in tiles(len(x), x.shape[1])]
     )
     # Each row draws log(u) / error: the highest come in the order of draws without replacement, probability ~ error.
     draws = torch.rand(len(x), dtype=torch.float64, device="cpu", generator=generator).log() / error.double().cpu()

@@ -9,20 +9,21 @@ from typing import Any
 
 import torch
 
-from . import __version__, _native, backend
+from . import __version__, backends
+from .backends.native import extension
 
 
 def collect_info() -> dict[str, Any]:
     """Versions, the state of the native code and of CUDA, and the backend of every operation on every device."""
-    versions = _native.cuda_versions()
-    native = _native.extension
+    versions = extension.cuda_versions()
+    native = extension.native
     return {
         "drq_fast": __version__,
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "triton": importlib.metadata.version("triton") if importlib.util.find_spec("triton") else None,
-        "native": _native.why_not("cpu") if native is None else f"built with {native.compiler}",
+        "native": extension.why_not("cpu") if native is None else f"built with {native.compiler}",
         "isa": _instruction_set(),
         "cuda": {
             "in the extension": f"runtime {versions[0]}" if versions else "not built",
@@ -32,17 +33,17 @@ def collect_info() -> dict[str, Any]:
         },
         "backends": {
             device: [{"operation": op, "backend": taken, "why not": reason} for op, taken, reason in rows]
-            for device, rows in ((d, backend.table(d)) for d in ("cpu", "cuda"))
+            for device, rows in ((d, backends.table(d)) for d in ("cpu", "cuda"))
         },
     }
 
 
 def _instruction_set() -> str:
     """The one in use and those that could be, or why there is none."""
-    if _native.extension is None:
+    if extension.native is None:
         return "none"
     try:
-        return f"{_native.instruction_set()} (of {', '.join(_native.extension.supported_isas())})"
+        return f"{extension.instruction_set()} (of {', '.join(extension.supported_isas())})"
     except ValueError as error:
         return f"none: {error}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,14 +13,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import checks, files, functional, modes
+from . import codec as codecs
 from . import fit as fitting
+from .backends.types import Parameters
+from .codec import Array, Codec
 from .codes import bits
 
 # gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). Chosen by
 # benchmarks/ablation_gamma.py: below 4 training moves codewords towards each other, above it little changes.
 GAMMA_C = 4.0
-
-Array = TypeVar("Array", Tensor, np.ndarray)
 
 
 class QuantizerOutput(NamedTuple):
@@ -130,12 +131,21 @@ class RecurrentQuantizer(nn.Module):
         if not reconstruct:
             return QuantizerOutput(None, codes, loss)
         with torch.no_grad():
-            hard = functional.decode_unchecked(flat_codes, self.codebook, scale, self.offset).to(x.dtype)
+            hard = functional.decode_checked(flat_codes, Parameters(self.codebook, scale, self.offset)).to(x.dtype)
         through = flat
         if self.gradient == "soft":
             through = functional.quantize(flat, self.codebook, scale, gamma=self.gamma, offset=self.offset).soft
         quantized = hard + (through - through.detach())  # adds an exact zero that carries the gradient
         return QuantizerOutput(quantized.reshape(x.shape), codes, loss)
+
+    def codec(self) -> Codec:
+        """What the layer has learned so far, as a value of its own: float32 copies that later training does not change.
+
+        >>> index = drq_fast.Index(layer.codec())
+        """
+        self._require_initialised("codec")
+        with torch.no_grad():
+            return Codec(self.codebook, self.scale, self.offset, level_weights=self.level_weights)
 
     @torch.no_grad()
     def encode(self, x: Array, beam: int = 1) -> Array:
@@ -144,10 +154,7 @@ class RecurrentQuantizer(nn.Module):
         >>> codes = layer.encode(x, beam=16)
         """
         self._require_initialised("encode")
-        values = checks.array("encode", "x", x)
-        rows, beam = checks.rows("encode", "x", values, self.dim), checks.beam("encode", beam)
-        codes = fitting.encode(rows, self.codebook, self.scale, self.offset, beam, self.level_weights)
-        return checks.in_kind(codes.reshape(*values.shape[:-1], self.levels), x)
+        return codecs.encode(x, self._parameters(), beam, self.level_weights)
 
     @torch.no_grad()
     def decode(self, codes: Array, levels: int | None = None) -> Array:
@@ -156,10 +163,11 @@ class RecurrentQuantizer(nn.Module):
         >>> x_hat = layer.decode(codes, levels=2)
         """
         self._require_initialised("decode")
-        values = checks.array("decode", "codes", codes, integer=True).to(self.codebook.device)
-        flat = checks.code_rows("decode", values, self.levels)
-        x_hat = functional.decode(flat, self.codebook, self.scale, offset=self.offset, levels=levels)
-        return checks.in_kind(x_hat.reshape(*values.shape[:-1], self.dim), codes)
+        return codecs.decode(codes, self._parameters(), levels)
+
+    def _parameters(self) -> Parameters:
+        """The parameters as they are, in their own dtype."""
+        return Parameters(self.codebook, self.scale, self.offset)
 
     @modes.plainly
     def initialise(self, x: Tensor | np.ndarray, *, seed: int | None = None) -> None:
@@ -214,14 +222,14 @@ class RecurrentQuantizer(nn.Module):
         def update() -> None:
             data = fitting.sample(x, rows, self.dim, fitting.seeded(seed)).to(self.codebook.device)
             _check_data("fit", data)
-            omega = self.level_weights or fitting.default_weights(self.levels)
-            codec = self._fit(
+            omega = self.level_weights or codecs.default_weights(self.levels)
+            fitted = self._fit(
                 data, omega=data.new_tensor(omega), rounds=rounds, beam=beam, noise=fitting.NOISE, seed=seed
             )
-            self._take("fit", codec)
+            self._take("fit", fitted)
             self._set_gamma(data)
             self._initialised.fill_(True)
-            errors.copy_(errors.new_tensor(codec.errors))
+            errors.copy_(errors.new_tensor(fitted.errors))
 
         self._on_rank_zero("fit", update, errors)
         self.initialised = True
@@ -229,7 +237,7 @@ class RecurrentQuantizer(nn.Module):
 
     def _fit(
         self, x: Tensor, *, omega: Tensor | None, rounds: int, beam: int, noise: float, seed: int | None
-    ) -> fitting.Codec:
+    ) -> fitting.Fitted:
         return fitting.fit(
             x,
             self.codewords,
@@ -243,17 +251,17 @@ class RecurrentQuantizer(nn.Module):
             seed=seed,
         )
 
-    def _take(self, op: str, codec: fitting.Codec) -> None:
-        for found in (codec.codebook, codec.scale, codec.offset):
+    def _take(self, op: str, fitted: fitting.Fitted) -> None:
+        for found in (fitted.codebook, fitted.scale, fitted.offset):
             if found is not None:
                 checks.finite(op, "what x gives", found, self.codebook.dtype)
-        self.codebook.copy_(codec.codebook)
+        self.codebook.copy_(fitted.codebook)
         if self.w is not None:
-            self.w.copy_(codec.scale[min(1, self.levels - 1)])
+            self.w.copy_(fitted.scale[min(1, self.levels - 1)])
         elif self.free_scale is not None:
-            self.free_scale.copy_(codec.scale[1:])
-        if self.offset is not None and codec.offset is not None:
-            self.offset.copy_(codec.offset)
+            self.free_scale.copy_(fitted.scale[1:])
+        if self.offset is not None and fitted.offset is not None:
+            self.offset.copy_(fitted.offset)
 
     def _set_gamma(self, x: Tensor) -> None:
         """GAMMA_C / mean gap between the best and the second best codeword of level 0, unless gamma is fixed."""
@@ -290,7 +298,7 @@ class RecurrentQuantizer(nn.Module):
         _check_data("revive", x)
         x = x if self.offset is None else x - self.offset.float()
         codebook, scale = self.codebook.float(), self.scale.float()
-        codes = fitting.encode(x, codebook, scale)
+        codes = functional.encode_checked(x, Parameters(codebook, scale, None), 1, None)
         self.codebook.copy_(fitting.revive(x, codes, codebook, scale, fitting.seeded(seed)))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -306,13 +314,11 @@ class RecurrentQuantizer(nn.Module):
         place = checks.device("load", device, torch.device("cpu"))
         with modes.plain(place):
             tensors, config, _ = files.read(path, "quantizer")
-            try:
+            with files.describing(path, "a quantizer"):
                 layer = cls(**config).to(tensors["codebook"].dtype)
                 layer.load_state_dict(tensors)
                 for name, tensor in tensors.items():
                     checks.finite("load", name, tensor)
-            except (KeyError, TypeError, ValueError, RuntimeError) as error:
-                raise files.FileError(f"load: {path} does not describe a quantizer ({error}).") from error
             return layer.to(place).eval()
 
     def _config(self) -> dict[str, Any]:

@@ -1,60 +1,26 @@
-"""Every operation in plain torch: the definition that all other code is measured against, and the "torch" backend.
+"""Every operation in plain torch: the definition that all other code is measured against.
 
-Symbols are the paper's: x [N, D] vectors, codebook [K, D], scale [M] one factor per level, gamma the sharpness of
-the soft assignment, codes [N, M], offset [D] or None. Arguments are taken as checked (see `functional`). 16-bit
-floats are computed in float32, autocast is off inside. docs/math.md has the formulas.
+Symbols are the paper's: x [N, D] vectors, codebook [K, D], scale [M] one factor per level, gamma the sharpness of the
+soft assignment, codes [N, M], offset [D] or None. Codes [N, L] with L < M are prefixes. Arguments are taken as checked
+(see `functional`). 16-bit floats are computed in float32, autocast is off inside. docs/math.md has the formulas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-_MAX_SCORES = 1 << 22  # numbers that encoding holds at a time
+from .. import checks
+from .types import Distortion, Loss, Parameters, Quantized, SearchResult
+
+_MAX_SCORES = 1 << 22  # numbers that encoding or a search holds at a time
 _MAX_GRAM = 8192  # codewords up to which their inner products K x K are formed
 
-# (table [Q, K], codes [N, M], scale [M]) -> sums [Q, N]: `lookup` below, or compiled code that gives the same bits.
-Lookup = Callable[[Tensor, Tensor, Tensor], Tensor]
-# (x, codebook, scale, *, gamma, offset) -> Distortion: `distortion` below, or a fused kernel.
-Distort = Callable[..., "Distortion"]
-
 FLOOR = 1e-3  # share of the sum of level weights that levels at the end count at least, above the rounding of float32
-
-
-class Quantized(NamedTuple):
-    """soft [N, D] and hard [N, D] approximations of x, codes [N, M] int64."""
-
-    soft: Tensor
-    hard: Tensor
-    codes: Tensor
-
-
-class Distortion(NamedTuple):
-    """Errors after each level: hard [N, M] = ||x - xhat_m||, soft [N, M] = ||x - xsoft_m||,
-    joint [N, M] = ||xsoft_m - xhat_m||^2; codes [N, M] int64."""
-
-    hard: Tensor
-    soft: Tensor
-    joint: Tensor
-    codes: Tensor
-
-
-class Loss(NamedTuple):
-    """loss: a scalar; codes [N, M] int64."""
-
-    loss: Tensor
-    codes: Tensor
-
-
-class SearchResult(NamedTuple):
-    """scores [Q, k], best first, and positions [Q, k] int64: rows of the codes, -1 where there were fewer than k."""
-
-    scores: Tensor
-    positions: Tensor
 
 
 class _Level(NamedTuple):
@@ -63,12 +29,10 @@ class _Level(NamedTuple):
     soft: Tensor  # [N, D]
 
 
-def quantize(
-    x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None = None
-) -> Quantized:
+def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
     """Soft and hard approximation of x [N, D] by M levels, and the codes; differentiable."""
     with torch.autocast(x.device.type, enabled=False):
-        h, codebook, scale, offset = _centred(x, codebook, scale, offset)
+        h, codebook, scale, offset = _centred(x, codec)
         levels = list(_levels(h, codebook, scale, gamma))
         shift = 0 if offset is None else offset
         soft = sum((level.soft for level in levels), torch.zeros_like(h)) + shift
@@ -76,12 +40,10 @@ def quantize(
         return Quantized(soft.to(x.dtype), hard.to(x.dtype), torch.stack([level.codes for level in levels], dim=1))
 
 
-def distortion(
-    x: Tensor, codebook: Tensor, scale: Tensor, *, gamma: float | Tensor, offset: Tensor | None = None
-) -> Distortion:
+def distortion(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Distortion:
     """The errors of x [N, D] after each of M levels, each [N, M], and the codes; differentiable."""
     with torch.autocast(x.device.type, enabled=False):
-        h, codebook, scale, _ = _centred(x, codebook, scale, offset)
+        h, codebook, scale, _ = _centred(x, codec)
         hard_error, soft_error = h, h
         hard, soft, joint, codes = [], [], [], []
         for level in _levels(h, codebook, scale, gamma):
@@ -96,71 +58,62 @@ def distortion(
 
 def loss(
     x: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    *,
+    codec: Parameters,
     gamma: float | Tensor,
-    offset: Tensor | None = None,
-    weights: tuple[float, float, float] = (1.0, 1.0, 1.0),
-    level_weights: Tensor | None = None,
-    joint: str = "gap",
-    distortion: Distort = distortion,
+    weights: tuple[float, float, float],
+    omega: Tensor | None,
+    joint: str,
 ) -> Loss:
     """weights . (E_h, E_s, E_j), each per vector of x [N, D], averaged over the batch, and the codes; differentiable.
 
-    level_weights [M] weigh the levels within E_h and E_s. joint "gap": E_j = |E_h - E_s|; "mse": the squared distance
-    of the two approximations after the last level. An empty batch has loss 0.
+    omega [M] weighs the levels within E_h and E_s, None counts all alike. joint "gap": E_j = |E_h - E_s|; "mse": the
+    squared distance of the two approximations after the last level. An empty batch has loss 0.
     """
     with torch.autocast(x.device.type, enabled=False):
-        errors = distortion(x, codebook, scale, gamma=gamma, offset=offset)
-        omega = errors.hard.new_ones(len(scale)) if level_weights is None else level_weights.to(errors.hard)
-        e_hard, e_soft = errors.hard @ omega, errors.soft @ omega
-        e_joint = (e_hard - e_soft).abs() if joint == "gap" else errors.joint[:, -1]
-        total = weights[0] * e_hard + weights[1] * e_soft + weights[2] * e_joint
-        return Loss(total.sum() / torch.sym_max(x.shape[0], 1), errors.codes)
+        return loss_of(distortion(x, codec, gamma), weights, omega, joint)
 
 
-def encode(
-    x: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    *,
-    offset: Tensor | None = None,
-    beam: int = 1,
-    level_weights: Tensor | None = None,
-) -> Tensor:
+def loss_of(errors: Distortion, weights: tuple[float, float, float], omega: Tensor | None, joint: str) -> Loss:
+    """The loss, given the errors after each level."""
+    N, M = errors.hard.shape
+    omega = errors.hard.new_ones(M) if omega is None else omega.to(errors.hard)
+    e_hard, e_soft = errors.hard @ omega, errors.soft @ omega
+    e_joint = (e_hard - e_soft).abs() if joint == "gap" else errors.joint[:, -1]
+    total = weights[0] * e_hard + weights[1] * e_soft + weights[2] * e_joint
+    return Loss(total.sum() / torch.sym_max(N, 1), errors.codes)
+
+
+def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Tensor:
     """Codes [N, M] of x [N, D], uint8 for K <= 256, else int32; greedy, or the best path found by a beam.
 
-    A path is judged by sum_m level_weights[m] * d_m^2; `beam=1` is greedy whatever the weights.
+    A path is judged by sum_m omega[m] * d_m^2, all levels alike if omega is None; `beam=1` is greedy.
     """
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        h, codebook, scale, _ = _centred(x, codebook, scale, offset)
+        h, codebook, scale, _ = _centred(x, codec)
         rows = max(1, _MAX_SCORES // (beam * max(codebook.shape)))  # of [rows, beam, K] or [rows, beam, D] at a time
         if beam == 1:
             parts = [_encode_greedy(part, codebook, scale) for part in h.split(rows)]
         else:
-            parts = [_encode_beam(part, codebook, scale, beam, level_weights) for part in h.split(rows)]
-        return torch.cat(parts).to(torch.uint8 if len(codebook) <= 256 else torch.int32)
+            parts = [_encode_beam(part, codebook, scale, beam, omega) for part in h.split(rows)]
+        return torch.cat(parts).to(code_dtype(len(codebook)))
 
 
-def decode(
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    *,
-    offset: Tensor | None = None,
-    levels: int | None = None,
-) -> Tensor:
-    """The vectors [N, D] that codes [N, M] stand for, from their first `levels` levels; differentiable."""
-    with torch.autocast(codebook.device.type, enabled=False):
-        wide_codebook, wide_scale, wide_offset = _wide(codebook, scale, offset)
-        columns = codes[:, :levels].unbind(dim=1)
-        x_hat = wide_scale[0] * wide_codebook[columns[0].long()]
+def code_dtype(K: int) -> torch.dtype:
+    """What codes are returned in: torch's uint16 has neither indexing nor comparison."""
+    return torch.uint8 if K <= 256 else torch.int32
+
+
+def decode(codes: Tensor, codec: Parameters) -> Tensor:
+    """The vectors [N, D] that codes [N, L] stand for; differentiable."""
+    with torch.autocast(codec.codebook.device.type, enabled=False):
+        codebook, scale, offset = _wide(*codec.tensors())
+        columns = codes.unbind(dim=1)
+        x_hat = scale[0] * codebook[columns[0].long()]
         for m, column in enumerate(columns[1:], start=1):
-            x_hat = x_hat + wide_scale[m] * wide_codebook[column.long()]
-        if wide_offset is not None:
-            x_hat = x_hat + wide_offset
-        return x_hat.to(codebook.dtype)
+            x_hat = x_hat + scale[m] * codebook[column.long()]
+        if offset is not None:
+            x_hat = x_hat + offset
+        return x_hat.to(codec.codebook.dtype)
 
 
 def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
@@ -209,88 +162,92 @@ def scores_of(sums: Tensor, norms: Tensor | None, prepared: Prepared, metric: st
     return torch.where(both > 0, inner / torch.where(both > 0, both, 1), 0)
 
 
-def adc(
-    query: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    *,
-    offset: Tensor | None = None,
-    metric: str = "l2",
-    levels: int | None = None,
-    norms: Tensor | None = None,
-    lookup: Lookup = lookup,
-) -> Tensor:
-    """Scores [Q, N] of all codes [N, M] for queries [Q, D] that are not quantized themselves; differentiable.
+def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Tensor | None) -> Tensor:
+    """Scores [Q, N] of all codes [N, L] for queries [Q, D] that are not quantized themselves; differentiable.
 
     "l2" is the squared distance (less is better), "ip" the inner product, "cosine" the cosine (more is better).
-    norms [N]: ||xhat||^2 for l2, ||offset + xhat||^2 for cosine, at the requested length; computed where absent.
-    codes [Q, N, M] are each query's own, norms [Q, N] then, too.
+    norms [N]: what `squared_norms` returns; computed if None. Codes [Q, N, L] are each query's own, with norms [Q, N].
     """
     with torch.autocast(query.device.type, enabled=False):
-        query, codebook, scale, offset, norms = _wide(query, codebook, scale, offset, norms)
-        codes = codes[..., :levels]
-        scale = scale[: codes.shape[-1]]
+        query, codebook, scale, offset, norms = _wide(query, *codec.tensors(), norms)
+        codes = numbers(codes)
         prepared = prepare(query, codebook, offset, metric)
         sums = lookup(prepared.table, codes, scale)  # <q, xhat>
         if metric != "ip" and norms is None:
-            shift = offset if metric == "cosine" else None
-            norms = squared_norms(codes.flatten(0, -2), codebook, scale, shift).view(codes.shape[:-1])
+            wide = Parameters(codebook, scale, offset)
+            norms = squared_norms(codes.flatten(0, -2), wide, metric).view(codes.shape[:-1])
         return scores_of(sums, norms, prepared, metric)
 
 
 def search(
     query: Tensor,
     codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    *,
+    codec: Parameters,
     k: int,
-    offset: Tensor | None = None,
-    metric: str = "l2",
-    levels: int | None = None,
-    norms: Tensor | None = None,
-    keep: Tensor | None = None,
+    metric: str,
+    norms: Tensor | None,
+    keep: Tensor | None,
+    *,
+    finite: bool = False,
 ) -> SearchResult:
-    """The k best of codes [N, M] for each query [Q, D], in the order (score, position).
+    """The k best of codes [N, L] for each query [Q, D], in the order (score, position); scores are differentiable.
 
     keep [N] bool: the positions to look at. Where fewer than k remain: position -1 and the worst possible score.
+    finite: refuse queries that have NaN or infinity.
     """
+    if finite:
+        checks.finite("search", "query", query, torch.float32)
     candidates = None if keep is None else keep.nonzero().squeeze(1)
     if candidates is not None:
         codes = codes[candidates]
         norms = None if norms is None else norms[candidates]
-    scores = adc(query, codes, codebook, scale, offset=offset, metric=metric, levels=levels, norms=norms)
-    order = rank(scores.detach(), k, metric)
-    return pad_result(scores.gather(1, order), order if candidates is None else candidates[order], k, metric)
+    if metric != "ip" and norms is None:
+        norms = squared_norms(codes, Parameters(*_wide(query, *codec.tensors())[1:]), metric)
+
+    def best(some: Tensor) -> SearchResult:
+        scores = adc(some, codes, codec, metric, norms)
+        order = rank(scores.detach(), k, metric)
+        return pad_result(scores.gather(1, order), order if candidates is None else candidates[order], k, metric)
+
+    parts = [best(some) for some in query.split(max(1, _MAX_SCORES // max(1, len(codes))))]
+    return SearchResult(torch.cat([p.scores for p in parts]), torch.cat([p.positions for p in parts]))
 
 
-def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None = None) -> Tensor:
-    """||offset + xhat||^2 [N] as a function of the codes alone, in fixed order, so that equal codes tie exactly."""
-    codebook, scale, offset = _wide(codebook, scale, offset)
-    if len(codebook) > _MAX_GRAM:
-        return _squared_norms_of_distinct(codes, codebook, scale, offset)
-    gram = codebook @ codebook.T
-    columns = [column.long() for column in codes.unbind(dim=1)]
-    total = torch.zeros(len(codes), dtype=codebook.dtype, device=codebook.device)
-    for i, b_i in enumerate(columns):
-        for j, b_j in enumerate(columns[:i]):
-            total = total + (2 * scale[i] * scale[j]) * gram[b_i, b_j]
-        total = total + scale[i] * scale[i] * gram[b_i, b_i]
-    if offset is not None:
-        inner = 2 * (codebook @ offset)
+def squared_norms(codes: Tensor, codec: Parameters, metric: str) -> Tensor:
+    """The squared norms [N] that a metric needs of codes [N, L]: ||xhat||^2 for l2, ||offset + xhat||^2 for cosine.
+
+    A function of the codes alone, added up in a fixed order, so that equal codes tie exactly.
+    """
+    with torch.autocast(codec.codebook.device.type, enabled=False):
+        codebook, scale, offset = _wide(*codec.tensors())
+        shift, codes = (offset if metric == "cosine" else None), numbers(codes)
+        if len(codebook) > _MAX_GRAM:
+            return _squared_norms_of_distinct(codes, Parameters(codebook, scale, shift))
+        gram = codebook @ codebook.T
+        columns = [column.long() for column in codes.unbind(dim=1)]
+        total = torch.zeros(len(codes), dtype=codebook.dtype, device=codebook.device)
         for i, b_i in enumerate(columns):
-            total = total + scale[i] * inner[b_i]
-        total = total + offset @ offset
-    return total
+            for j, b_j in enumerate(columns[:i]):
+                total = total + (2 * scale[i] * scale[j]) * gram[b_i, b_j]
+            total = total + scale[i] * scale[i] * gram[b_i, b_i]
+        if shift is not None:
+            inner = 2 * (codebook @ shift)
+            for i, b_i in enumerate(columns):
+                total = total + scale[i] * inner[b_i]
+            total = total + shift @ shift
+        return total
 
 
-def _squared_norms_of_distinct(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> Tensor:
+def numbers(codes: Tensor) -> Tensor:
+    """Codes to compute with: two-byte codes, which an index stores bit for bit in int16, as int32; others as they are."""
+    return codes.to(torch.int32) & 0xFFFF if codes.dtype == torch.int16 else codes
+
+
+def _squared_norms_of_distinct(codes: Tensor, codec: Parameters) -> Tensor:
     """The same where K x K is too large: each distinct code is decoded once, some at a time."""
     distinct, which = codes.unique(dim=0, return_inverse=True)
-    rows = max(1, (1 << 24) // codebook.shape[1])
-    parts = [decode(part, codebook, scale, offset=offset).square().sum(dim=1) for part in distinct.split(rows)]
-    return torch.cat(parts)[which]
+    rows = max(1, (1 << 24) // codec.codebook.shape[1])
+    return torch.cat([decode(part, codec).square().sum(dim=1) for part in distinct.split(rows)])[which]
 
 
 def rank(scores: Tensor, k: int, metric: str) -> Tensor:
@@ -343,10 +300,10 @@ def _encode_greedy(h: Tensor, codebook: Tensor, scale: Tensor) -> Tensor:
     return codes
 
 
-def _encode_beam(h: Tensor, codebook: Tensor, scale: Tensor, beam: int, level_weights: Tensor | None) -> Tensor:
+def _encode_beam(h: Tensor, codebook: Tensor, scale: Tensor, beam: int, omega: Tensor | None) -> Tensor:
     """Keeps the `beam` best paths [N, B] after each level, sorted by code, so that ties go to the smaller code."""
     N, K, M = len(h), len(codebook), len(scale)
-    omega = torch.ones(M, dtype=h.dtype, device=h.device) if level_weights is None else level_weights.to(h)
+    omega = torch.ones(M, dtype=h.dtype, device=h.device) if omega is None else omega.to(h)
     tail = still_to_come(omega)
     residual = h[:, None]  # [N, B, D]
     paid = h.new_zeros(N, 1)  # [N, B]
@@ -374,10 +331,9 @@ def _cost(scores: Tensor, metric: str) -> Tensor:
     return scores if metric == "l2" else -scores
 
 
-def _centred(
-    x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    x, codebook, scale, offset = _wide(x, codebook, scale, offset)
+def _centred(x: Tensor, codec: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(x - offset, codebook, scale, offset) in one dtype."""
+    x, codebook, scale, offset = _wide(x, *codec.tensors())
     return (x if offset is None else x - offset), codebook, scale, offset
 
 

@@ -1,0 +1,194 @@
+"""Which backends exist here, which one is taken for an operation, and why not a faster one.
+
+A backend is a module with a function for each operation that it can do. All take the same arguments: `backends.torch`
+is plain torch and defines every operation, `backends.native` is C++ and CUDA, `backends.triton` is Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+
+import torch as _torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .. import checks
+from .native import extension
+from .types import Parameters
+
+BACKENDS = ("torch", "native", "triton")
+OPERATIONS = ("quantize", "distortion", "loss", "encode", "decode", "adc", "search", "squared_norms")
+
+# (operation, device type) -> the backend that is faster than plain torch.
+FASTER: dict[tuple[str, str], str] = {
+    **{(op, "cpu"): "native" for op in OPERATIONS if op != "decode"},
+    **{(op, "cuda"): "triton" for op in ("quantize", "distortion", "loss", "encode", "decode")},
+    **{(op, "cuda"): "native" for op in ("adc", "search")},
+}
+
+
+class _Forced(threading.local):
+    """The backend that `use_backend` set in this thread."""
+
+    name: str | None = None
+
+
+_forced = _Forced()
+_warned = False
+
+
+class BackendUnavailable(RuntimeError):
+    """An explicitly requested backend cannot do what was asked of it here."""
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Within this context, in this thread, every operation uses backend `name` or raises BackendUnavailable.
+
+    >>> with drq_fast.use_backend("torch"):
+    ...     codes = layer.encode(x)
+    """
+    checks.choice("use_backend", "name", name, BACKENDS)
+    before, _forced.name = _forced.name, name
+    try:
+        yield
+    finally:
+        _forced.name = before
+
+
+def choose(
+    op: str,
+    device: str,
+    requested: str | None = None,
+    unsupported: str | None = None,
+    torch_is_faster: bool = False,
+) -> ModuleType:
+    """The backend for `op` on a type of device: the requested one, or the fastest that works here.
+
+    unsupported: why only plain torch can take the inputs at hand, if so. torch_is_faster: for the inputs at hand.
+    """
+    wanted = requested or _forced.name
+    explicit = wanted or os.environ.get("DRQ_FAST_BACKEND") or None
+    if explicit is not None:
+        name = "backend" if wanted else "DRQ_FAST_BACKEND"
+        checks.choice(op, name, explicit, BACKENDS)
+        reason = why_not(explicit, op, device) or (None if explicit == "torch" else unsupported)
+        if reason is not None:
+            raise BackendUnavailable(f"{op}: backend {explicit!r} cannot be used on {device}: {reason}.")
+        return _module(explicit)
+    faster = None if torch_is_faster else FASTER.get((op, device))
+    if faster is not None and unsupported is None and why_not(faster, op, device) is None:
+        return _module(faster)
+    if faster == "native":
+        _warn_once_if_not_built()
+    return _module("torch")
+
+
+@functools.cache
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f".{name}", __name__)
+
+
+def why_not(backend: str, op: str, device: str) -> str | None:
+    """The reason why `backend` cannot do `op` on a device of this type, or None if it can."""
+    if backend == "torch":
+        return None
+    interpreted = backend == "triton" and device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if backend != FASTER.get((op, "cuda" if interpreted else device)):
+        return f"it has no {op} for {device}"
+    if backend == "native":
+        return extension.why_not(device)
+    if not interpreted and not _torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    return _why_no_kernels()
+
+
+@functools.cache
+def _why_no_kernels() -> str | None:
+    try:
+        importlib.import_module("triton")
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    try:
+        importlib.import_module("drq_fast.kernels")
+    except ImportError:
+        return "drq_fast.kernels is not installed; run `pip install -e .` in the source tree"
+    return None
+
+
+def table(device: str) -> Iterator[tuple[str, str, str]]:
+    """(operation, backend taken, why not a faster one) for a device type; the third is empty for the fastest.
+
+    Where DRQ_FAST_BACKEND asks for one that cannot be used, the second is "none" and the third the error.
+    """
+    forced = os.environ.get("DRQ_FAST_BACKEND")
+    for op in OPERATIONS:
+        faster = FASTER.get((op, device))
+        if forced:
+            try:
+                choose(op, device)
+                yield op, forced, f"DRQ_FAST_BACKEND={forced}"
+            except (ValueError, BackendUnavailable) as error:
+                yield op, "none", str(error)
+        elif faster is None:
+            yield op, "torch", "nothing faster is written for it"
+        else:
+            reason = why_not(faster, op, device)
+            yield op, *((faster, "") if reason is None else ("torch", f"{faster}: {reason}"))
+
+
+def cannot_compile(*inputs: Tensor | None) -> str | None:
+    """Why no compiled code may be used for these inputs, if so."""
+    if _torch.compiler.is_compiling():
+        return "torch.compile cannot trace it"
+    if _torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        return "torch.func and forward-mode derivatives cannot see through it"
+    if any(t is not None and t.dtype == _torch.float64 for t in inputs):
+        return "it computes in float32, and an input is float64"
+    return None
+
+
+def cannot_differentiate(*inputs: Tensor | None) -> str | None:
+    """Why compiled code without a gradient may not be used for these inputs, if so."""
+    if _torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        return "it gives no gradient, and an input requires one"
+    return cannot_compile(*inputs)
+
+
+def cannot_quantize(x: Tensor, codec: Parameters, gamma: float | Tensor = 1.0) -> str | None:
+    """Why the kernels of the levels may not be used, if so."""
+    if isinstance(gamma, Tensor) and gamma.requires_grad:
+        return "it gives no gradient of gamma"
+    if len(codec.codebook) > extension.MAX_CODEWORDS:
+        return f"it forms K x K inner products, and K is above {extension.MAX_CODEWORDS}"
+    return cannot_compile(x, *codec.tensors())
+
+
+def cannot_search(query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor | None) -> str | None:
+    """Why the compiled search may not be used, if so."""
+    if len(codes) >= 1 << 32:
+        return "it counts positions in 32 bits"
+    if codes.shape[1] > extension.MAX_CUDA_LEVELS and query.device.type == "cuda":
+        return f"it holds {extension.MAX_CUDA_LEVELS} levels, and the codes have {codes.shape[1]}"
+    return cannot_compile(query, *codec.tensors(), norms)
+
+
+def cannot_add_norms(codec: Parameters) -> str | None:
+    """Why the compiled squared norms may not be used, if so."""
+    if len(codec.codebook) > extension.MAX_CODEWORDS:
+        return f"it forms K x K inner products, and K is above {extension.MAX_CODEWORDS}"
+    return cannot_differentiate(*codec.tensors())
+
+
+def _warn_once_if_not_built() -> None:
+    global _warned
+    if extension.native is None and not _warned:
+        _warned = True
+        warnings.warn(f"drq_fast runs without its native code: {extension.why_not('cpu')}.", stacklevel=4)

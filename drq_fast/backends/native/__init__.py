@@ -1,0 +1,10 @@
+"""The operations in C++ and, for search, CUDA: the names and arguments of `backends.torch`, in float32."""
+
+from .distortion import distortion
+from .encode import encode
+from .extension import why_not
+from .loss import loss
+from .quantize import quantize
+from .search import adc, search, squared_norms
+
+__all__ = ["adc", "distortion", "encode", "loss", "quantize", "search", "squared_norms", "why_not"]

@@ -1,0 +1,334 @@
+"""Scores and search by compiled code, on the CPU and on NVIDIA GPUs: the bits of plain torch, given the same tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ... import checks
+from .. import torch as definition
+from ..gradients import refuse_second_derivatives
+from ..types import Parameters, SearchResult
+from .encode import gram
+from .extension import MAX_CODEWORDS, floats, instruction_set, native, pointer
+from .threads import single_threaded
+
+if TYPE_CHECKING:
+    from ... import _C
+
+_METRICS = {"l2": 0, "ip": 1, "cosine": 2}
+_QUERIES = 1024  # queries of one call of the scan: Ctrl-C is noticed in between
+_RESULTS = 1 << 22  # results [queries, k] of one call
+_LARGE = 1 << 22  # bytes from which large pages pay
+_FILTERED = 32  # queries from which it pays to copy the few codes that a filter keeps
+
+
+class Columns:
+    """A codec as the scan of the CPU takes it, float32: the codebook packed for products with queries."""
+
+    def __init__(self, codec: Parameters) -> None:
+        codebook, (self.K, self.D) = codec.codebook.float().contiguous(), codec.codebook.shape
+        self.packed = floats(native.packed_size(self.K, self.D))
+        native.pack_codebook(pointer(codebook), pointer(self.packed), self.K, self.D)
+        self.scale = codec.scale.float().contiguous()
+        self.offset = None if codec.offset is None else codec.offset.float().contiguous()
+        self.job = {"columns": pointer(self.packed), "scale": pointer(self.scale), "offset": pointer(self.offset)}
+        self.job |= {"K": self.K, "D": self.D}
+
+
+class Inner:
+    """Inner products of codewords and offset, from which squared norms are added up."""
+
+    def __init__(self, codec: Parameters) -> None:
+        codebook, offset = codec.codebook.float(), None if codec.offset is None else codec.offset.float()
+        self.gram, self.scale = gram(codebook), codec.scale.float().contiguous()
+        self.with_offset = None if offset is None else 2 * (codebook @ offset)
+        self.of_offset = 0.0 if offset is None else float(offset @ offset)
+
+
+def search(
+    query: Tensor,
+    codes: Tensor,
+    codec: Parameters,
+    k: int,
+    metric: str,
+    norms: Tensor | None,
+    keep: Tensor | None,
+    *,
+    finite: bool = False,
+) -> SearchResult:
+    """The k best of codes [N, L] for each query [Q, D]: see `backends.torch.search`; scores are differentiable once."""
+    inputs = (query, *codec.tensors(), norms)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+        with torch.no_grad():
+            found = search(query, codes, codec, k, metric, norms, keep, finite=finite)
+        return _with_gradient(query, codes, codec, metric, norms, found)
+    if metric == "ip":
+        norms = None
+    elif norms is None:
+        small = query.device.type == "cpu" and len(codec.codebook) <= MAX_CODEWORDS
+        norms = (squared_norms if small else definition.squared_norms)(codes, codec, metric)
+    codes = _dense_rows(codes)
+    some = None
+    if keep is not None and len(query) >= _FILTERED:
+        some = _few_rows(keep)
+        codes, norms, keep = _only(some, codes, norms, keep)
+    scan = _scan_cpu if query.device.type == "cpu" else _scan_cuda
+    with torch.no_grad():
+        scores, positions = scan(query, codes, codec, k, metric, norms, keep, finite)
+    if some is not None and len(some):
+        positions = some[positions.clamp_min(0)].where(positions >= 0, -1)
+    return SearchResult(scores, positions)
+
+
+def _scan_cpu(
+    query: Tensor,
+    codes: Tensor,
+    codec: Parameters,
+    k: int,
+    metric: str,
+    norms: Tensor | None,
+    keep: Tensor | None,
+    finite: bool,
+) -> tuple[Tensor, Tensor]:
+    """(scores [Q, k], positions [Q, k] int64); products with the codebook are part of the scan, in a fixed order."""
+    columns = codec.table(Columns)
+    rows = query if query.dtype == torch.float32 and query.is_contiguous() else query.float().contiguous()
+    norms = None if norms is None else norms.float().contiguous()
+    keep = None if keep is None else keep.contiguous()
+    (Q, D), (N, M) = rows.shape, codes.shape
+    scores = torch.empty((Q, k), dtype=torch.float32, device="cpu")
+    positions = torch.empty((Q, k), dtype=torch.int64, device="cpu")
+    if positions.nbytes > _LARGE:
+        native.large_pages(scores.data_ptr(), scores.nbytes)
+        native.large_pages(positions.data_ptr(), positions.nbytes)
+    step = max(1, min(_QUERIES, _RESULTS // k))
+    isa, threads = instruction_set(), torch.get_num_threads()
+    for first in range(0, Q, step):
+        job = native.Search(
+            query=rows.data_ptr() + 4 * first * D,
+            codes=codes.data_ptr(),
+            norms=pointer(norms),
+            keep=pointer(keep),
+            scores=scores.data_ptr() + 4 * first * k,
+            positions=positions.data_ptr() + 8 * first * k,
+            Q=min(step, Q - first),
+            N=N,
+            M=M,
+            k=k,
+            stride=codes.stride(0) if N > 1 else M,
+            metric=_METRICS[metric],
+            wide=codes.dtype == torch.int16,
+            **columns.job,
+        )
+        if native.search_cpu(job, isa, threads) >= 0 and finite:
+            checks.finite("search", "query", query, torch.float32)
+    return scores, positions
+
+
+def _scan_cuda(
+    query: Tensor,
+    codes: Tensor,
+    codec: Parameters,
+    k: int,
+    metric: str,
+    norms: Tensor | None,
+    keep: Tensor | None,
+    finite: bool,
+) -> tuple[Tensor, Tensor]:
+    """The same on a GPU: enqueued on the current stream, with products by torch."""
+    if finite:
+        checks.finite("search", "query", query, torch.float32)
+    device = query.device
+    with torch.autocast("cuda", enabled=False):
+        codebook, offset = codec.codebook.float(), None if codec.offset is None else codec.offset.float()
+        prepared = definition.prepare(query.float(), codebook, offset, metric)
+    scores = torch.empty(len(query), k, dtype=torch.float32, device=device)
+    positions = torch.empty(len(query), k, dtype=torch.int64, device=device)
+    scan_given(prepared, codes, codec.scale.float().contiguous(), scores, positions, metric, norms, keep)
+    return scores, positions
+
+
+def scan_given(
+    prepared: definition.Prepared,
+    codes: Tensor,
+    scale: Tensor,
+    scores: Tensor,
+    positions: Tensor,
+    metric: str,
+    norms: Tensor | None = None,
+    keep: Tensor | None = None,
+    threads: int = 1,
+) -> None:
+    """Fills scores [Q, k] and positions [Q, k] int64 with the best codes, given the products of queries and codewords.
+
+    All in float32; codes [N, L] uint8, or two-byte codes in int16, rows perhaps apart; norms [N] for l2 and cosine;
+    keep [N] bool. On a GPU it is enqueued.
+    """
+    table, norms = prepared.table.contiguous(), None if norms is None else norms.float().contiguous()
+    keep = None if keep is None else keep.contiguous()
+    (Q, K), (N, M) = table.shape, codes.shape
+    job = native.Search(
+        table=table.data_ptr(),
+        constants=prepared.constants.data_ptr(),
+        lengths=pointer(prepared.lengths),
+        scale=scale.data_ptr(),
+        codes=codes.data_ptr(),
+        norms=pointer(norms),
+        keep=pointer(keep),
+        scores=scores.data_ptr(),
+        positions=positions.data_ptr(),
+        Q=Q,
+        N=N,
+        K=K,
+        M=M,
+        k=scores.shape[1],
+        stride=codes.stride(0) if N > 1 else M,
+        metric=_METRICS[metric],
+        wide=codes.dtype == torch.int16,
+    )
+    if table.device.type == "cpu":
+        native.search_cpu(job, instruction_set(), threads)
+    else:
+        enqueue(job, table.device)
+
+
+def enqueue(job: _C.Search, device: torch.device) -> None:
+    """Enqueues a search on the device's current stream."""
+    with torch.cuda.device(device):
+        workspace = torch.empty(native.search_cuda_workspace(job), dtype=torch.uint8, device=device)
+        native.search_cuda(job, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
+
+
+def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Tensor | None) -> Tensor:
+    """Scores [Q, N] of all codes [N, L]: see `backends.torch.adc`; differentiable once."""
+    with torch.autocast(query.device.type, enabled=False):
+        offset = None if codec.offset is None else codec.offset.float()
+        prepared = definition.prepare(query.float(), codec.codebook.float(), offset, metric)
+        sums = _Lookup.apply(prepared.table, codes, codec.scale.float())
+        if metric != "ip" and norms is None:
+            norms = definition.squared_norms(codes.flatten(0, -2), codec, metric).view(codes.shape[:-1])
+        return definition.scores_of(sums, None if norms is None else norms.float(), prepared, metric)
+
+
+def _with_gradient(
+    query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Tensor | None, found: SearchResult
+) -> SearchResult:
+    """What was found, with a gradient: its positions are scored once more, by differentiable operations."""
+    if len(codes) == 0:
+        return found
+    rows = found.positions.clamp_min(0)
+    again = adc(query, definition.numbers(codes)[rows], codec, metric, None if norms is None else norms[rows])
+    usable = (found.positions >= 0) & again.isfinite()
+    zero = torch.where(usable, again - again.detach(), 0)  # exact, and it carries the gradient
+    return SearchResult(found.scores + zero, found.positions)
+
+
+class _Lookup(torch.autograd.Function):
+    """`backends.torch.lookup` by compiled code; the gradients are added up in a fixed order."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        """sums [Q, N] of table [Q, K], codes [N, L] or [Q, N, L], scale [M]."""
+        ctx.save_for_backward(table, codes, scale)
+        return lookup(table, codes, scale) if codes.ndim == 2 else definition.lookup(table, codes, scale)
+
+    @staticmethod
+    def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of table and scale."""
+        refuse_second_derivatives("adc", "native")
+        table, codes, scale = ctx.saved_tensors
+        dtable, dscale = torch.zeros_like(table), torch.zeros_like(scale)
+        for m in range(codes.shape[-1]):
+            by_codeword = _sums_by_codeword(dsums, codes[..., m].long(), table.shape[1])
+            dtable += scale[m] * by_codeword
+            dscale[m] = (table * by_codeword).sum()
+        return dtable, None, dscale
+
+
+def _sums_by_codeword(values: Tensor, codes: Tensor, K: int) -> Tensor:
+    """[Q, K]: the values [Q, N] summed by their codes [N] or [Q, N]; by one-hot products where adding has no order."""
+    if values.device.type == "cpu":
+        if codes.ndim == 1:
+            return values.new_zeros(K, len(values)).index_add_(0, codes, values.T).T
+        return values.new_zeros(len(values), K).scatter_add_(1, codes, values)
+    total = values.new_zeros(len(values), K)
+    for part, columns in zip(values.split(4096, dim=1), codes.split(4096, dim=-1), strict=True):
+        total += (part[:, None] @ torch.nn.functional.one_hot(columns, K).to(values)).squeeze(1)
+    return total
+
+
+def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    """sums [Q, N] from table [Q, K], codes [N, L] in 0..K-1 and scale [M], all float32: see `backends.torch.lookup`."""
+    table, scale = table.contiguous(), scale.contiguous()
+    codes = codes.contiguous() if codes.dtype in (torch.uint8, torch.int32) else codes.to(torch.int32).contiguous()
+    (Q, K), (N, M) = table.shape, codes.shape
+    sums = torch.empty(Q, N, dtype=torch.float32, device=table.device)
+    job = native.Lookup(
+        table=table.data_ptr(),
+        scale=scale.data_ptr(),
+        codes=codes.data_ptr(),
+        sums=sums.data_ptr(),
+        Q=Q,
+        N=N,
+        K=K,
+        M=M,
+        wide=codes.dtype == torch.int32,
+    )
+    if table.device.type == "cpu":
+        native.lookup_cpu(job, torch.get_num_threads())
+    else:
+        with torch.cuda.device(table.device):
+            native.lookup_cuda(job, torch.cuda.current_stream().cuda_stream)
+    return sums
+
+
+@torch.no_grad()
+def squared_norms(codes: Tensor, codec: Parameters, metric: str) -> Tensor:
+    """The squared norms [N] of codes [N, L] on the CPU, float32: see `backends.torch.squared_norms`."""
+    with torch.autocast("cpu", enabled=False):
+        inner = codec.table(Inner)
+    codes, shifted = _dense_rows(codes), metric == "cosine"
+    (N, M), norms = codes.shape, floats(len(codes))
+    job = native.Norms(
+        gram=inner.gram.data_ptr(),
+        scale=inner.scale.data_ptr(),
+        inner=pointer(inner.with_offset) if shifted else 0,
+        constant=inner.of_offset if shifted else 0.0,
+        codes=codes.data_ptr(),
+        norms=norms.data_ptr(),
+        N=N,
+        K=len(inner.gram),
+        M=M,
+        stride=codes.stride(0) if N > 1 else M,
+        wide=codes.dtype == torch.int16,
+    )
+    native.norms_cpu(job, torch.get_num_threads())
+    return norms
+
+
+def _dense_rows(codes: Tensor) -> Tensor:
+    """codes [N, L] of any integer dtype as uint8, or as the bits of uint16 in int16; rows may lie apart."""
+    if codes.dtype not in (torch.uint8, torch.int16):
+        codes = codes.to(torch.int16)
+    return codes if codes.stride(1) == 1 or codes.shape[1] == 1 else codes.contiguous()
+
+
+def _few_rows(keep: Tensor) -> Tensor | None:
+    """The rows that a filter [N] keeps; None if they are half of all or more, so that copying them would not pay."""
+
+    def rows() -> Tensor | None:
+        return None if 2 * int(keep.count_nonzero()) >= len(keep) else keep.nonzero().squeeze(1)
+
+    return single_threaded(rows) if keep.device.type == "cpu" else rows()
+
+
+def _only(
+    rows: Tensor | None, codes: Tensor, norms: Tensor | None, keep: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(codes, norms, keep) of these rows, which need no filter any more; unchanged if rows is None."""
+    if rows is None:
+        return codes, norms, keep
+    return codes[rows], None if norms is None else norms[rows], None

@@ -1,0 +1,76 @@
+"""What every operation is given and what it returns, whichever backend computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+from torch import Tensor
+
+from .. import modes
+
+Table = TypeVar("Table")
+
+
+class Parameters:
+    """codebook [K, D], scale [M], offset [D] or None, of any float dtype, with the tables that backends derive from them.
+
+    Every derived table is computed once and kept with the object, so the object must not outlive a change of its
+    tensors: `drq_fast.Codec` owns copies, and the functions of `drq_fast.functional` make an object for each call.
+    """
+
+    codebook: Tensor
+    scale: Tensor
+    offset: Tensor | None
+    _tables: dict[Callable[[Any], Any], Any]
+
+    def __init__(self, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> None:
+        self.__dict__.update(codebook=codebook, scale=scale, offset=offset, _tables={})
+
+    def table(self, make: Callable[[Parameters], Table]) -> Table:
+        """make(self), computed at the first call and kept. Threads that race compute it twice and share one result."""
+        found = self._tables.get(make)
+        if found is None:
+            with modes.plain(self.codebook.device):
+                found = self._tables.setdefault(make, make(self))
+        return found
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(codebook, scale, offset), as autograd.Functions take them."""
+        return self.codebook, self.scale, self.offset
+
+    def detached(self) -> Parameters:
+        """The same without a graph."""
+        return Parameters(*(None if t is None else t.detach() for t in self.tensors()))  # type: ignore[arg-type]
+
+
+class Quantized(NamedTuple):
+    """soft [N, D] and hard [N, D] approximations of x, codes [N, M] int64."""
+
+    soft: Tensor
+    hard: Tensor
+    codes: Tensor
+
+
+class Distortion(NamedTuple):
+    """Errors after each level: hard [N, M] = ||x - xhat_m||, soft [N, M] = ||x - xsoft_m||,
+    joint [N, M] = ||xsoft_m - xhat_m||^2; codes [N, M] int64."""
+
+    hard: Tensor
+    soft: Tensor
+    joint: Tensor
+    codes: Tensor
+
+
+class Loss(NamedTuple):
+    """loss: a scalar; codes [N, M] int64."""
+
+    loss: Tensor
+    codes: Tensor
+
+
+class SearchResult(NamedTuple):
+    """scores [Q, k], best first, and positions [Q, k] int64: rows of the codes, -1 where there were fewer than k."""
+
+    scores: Tensor
+    positions: Tensor

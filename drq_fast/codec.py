@@ -1,0 +1,191 @@
+"""Codec: what training leaves behind, as a value that encodes, decodes and is searched with."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from . import checks, files, functional, modes
+from .backends.torch import code_dtype
+from .backends.types import Parameters
+from .codes import bits
+
+Array = TypeVar("Array", Tensor, np.ndarray)
+
+_BLOCK = 1 << 24  # floats of x that are encoded between two updates of the progress bar
+
+
+class Codec(Parameters):
+    """codebook [K, D], scale [M] and offset [D] or None, copied as float32 and never changed; safe for threads.
+
+    What encoding and search derive from them, such as C C^T, is computed once and kept. level_weights [M]: how much the
+    error after each level counts when a beam compares codes; by default the full length counts most. `layer.codec()`
+    makes one of a trained layer. Equal codecs compare equal; a codec can be pickled.
+
+    >>> codec = layer.codec()
+    >>> codes = codec.encode(x)
+    >>> x_hat = codec.decode(codes, levels=2)
+    """
+
+    level_weights: tuple[float, ...] | None
+
+    def __init__(
+        self,
+        codebook: Tensor | np.ndarray,
+        scale: Tensor | np.ndarray,
+        offset: Tensor | np.ndarray | None = None,
+        *,
+        level_weights: Sequence[float] | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        parts = [None if t is None else checks.array("Codec", name, t) for name, t in _named(codebook, scale, offset)]
+        _, _, M = checks.codec("Codec", *parts)
+        weights = checks.level_weights("Codec", level_weights, M)
+        place = checks.device("Codec", device, parts[0].device)  # type: ignore[union-attr]
+        with modes.plain(place):
+            # Copies: a product of the same numbers gives other bits where a mapped file has them at odd addresses.
+            copies = [None if t is None else t.detach().to(place, torch.float32, copy=True) for t in parts]
+            copies = [None if t is None else t.contiguous() for t in copies]
+            for name, value in _named(*copies):
+                if value is not None:
+                    checks.finite("Codec", name, value)
+        super().__init__(*copies)  # type: ignore[arg-type]
+        self.__dict__["level_weights"] = weights
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        raise AttributeError(f"Codec: {name} cannot be set; make another codec instead.")
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Codec) or self.level_weights != other.level_weights:
+            return NotImplemented if not isinstance(other, Codec) else False
+        pairs = zip(self.tensors(), other.tensors(), strict=True)
+        return all((a is None) == (b is None) and (a is None or torch.equal(a.cpu(), b.cpu())) for a, b in pairs)  # type: ignore[union-attr]
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (*self.tensors(), self.level_weights)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Codec(dim={self.dim}, codewords={self.codewords}, levels={self.levels}, {self.bits} bits)"
+
+    @property
+    def codewords(self) -> int:
+        """K."""
+        return self.codebook.shape[0]
+
+    @property
+    def dim(self) -> int:
+        """D."""
+        return self.codebook.shape[1]
+
+    @property
+    def levels(self) -> int:
+        """M."""
+        return len(self.scale)
+
+    @property
+    def bits(self) -> int:
+        """Length of a full code in bits; `levels` parts of equal length make it up."""
+        return bits(self.codewords, self.levels)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are and everything is computed."""
+        return self.codebook.device
+
+    def encode(self, x: Array, beam: int = 1) -> Array:
+        """x [..., D], torch or numpy -> codes [..., M] in kind: uint8 for K <= 256, else int32."""
+        return encode(x, self, beam, self.level_weights)
+
+    def decode(self, codes: Array, levels: int | None = None) -> Array:
+        """codes [..., M], torch or numpy -> vectors [..., D] in kind, from the first `levels` levels."""
+        return decode(codes, self, levels)
+
+    def prefix(self, levels: int) -> Codec:
+        """The codec of the first `levels` levels: its codes are the first columns of this one's greedy codes."""
+        levels = checks.integer("prefix", "levels", levels, 1, self.levels)
+        weights = None if self.level_weights is None or not any(self.level_weights[:levels]) else self.level_weights[:levels]
+        return Codec(self.codebook, self.scale[:levels], self.offset, level_weights=weights)
+
+    def to(self, device: torch.device | str) -> Codec:
+        """The same on a device: itself if it is there already."""
+        place = checks.device("to", device, self.device)
+        return self if place == self.device else Codec(*self.tensors(), level_weights=self.level_weights, device=place)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the codec to a safetensors file, atomically."""
+        tensors = {name: value for name, value in _named(*self.tensors()) if value is not None}
+        files.write(path, "codec", tensors, {"level_weights": self.level_weights})
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> Codec:
+        """The codec that `save` wrote, on `device` (CPU by default)."""
+        tensors, config, _ = files.read(path, "codec")
+        with files.describing(path, "a codec"):
+            return from_file(tensors, config, device)
+
+
+def from_file(tensors: dict[str, Tensor], config: dict[str, Any], device: torch.device | str | None) -> Codec:
+    """The codec in the tensors and the config of a file; ValueError, TypeError or KeyError where there is none."""
+    parts = {"codebook": tensors["codebook"], "scale": tensors["scale"], "offset": tensors.get("offset")}
+    for name, value in parts.items():
+        if value is not None and value.dtype != torch.float32:
+            checks.fail("load", name, "torch.float32", value.dtype, error=TypeError)
+    place = checks.device("load", device, torch.device("cpu"))
+    return Codec(**parts, level_weights=config["level_weights"], device=place)  # type: ignore[arg-type]
+
+
+def encode(x: Array, codec: Parameters, beam: int, level_weights: Sequence[float] | None) -> Array:
+    """x [..., D], torch or numpy -> codes [..., M] in kind, with a progress bar where it takes long.
+
+    level_weights: `default_weights` if None. x may be on another device than the codec: it is moved a block at a time.
+    """
+    values = checks.array("encode", "x", x)
+    rows, beam = checks.rows("encode", "x", values, codec.codebook.shape[1]), checks.beam("encode", beam)
+    (K, D), M, device = codec.codebook.shape, len(codec.scale), codec.codebook.device
+    omega = level_weights or default_weights(M)
+    dtype = torch.promote_types(codec.codebook.dtype, torch.float32)
+    step = max(1, _BLOCK // D)
+    with torch.no_grad():
+        if len(rows) <= step:
+            codes = functional.encode_checked(rows.to(device, dtype), codec, beam, omega)
+        else:
+            codes = torch.empty(len(rows), M, dtype=code_dtype(K), device=device)
+            with tqdm(total=len(rows), desc="encode", unit="vectors", delay=2, disable=None, leave=False) as bar:
+                for part, out in zip(rows.split(step), codes.split(step), strict=True):
+                    out.copy_(functional.encode_checked(part.to(device, dtype), codec, beam, omega))
+                    bar.update(len(part))
+    return checks.in_kind(codes.reshape(*values.shape[:-1], M), x)
+
+
+def decode(codes: Array, codec: Parameters, levels: int | None) -> Array:
+    """codes [..., M], torch or numpy -> vectors [..., D] in kind, from the first `levels` levels."""
+    values = checks.array("decode", "codes", codes, integer=True).to(codec.codebook.device)
+    flat = checks.code_rows("decode", values, len(codec.scale))
+    checks.code_range("decode", flat, len(codec.codebook))
+    with torch.no_grad():
+        x_hat = functional.decode_checked(flat[:, : checks.levels("decode", levels, flat.shape[1])], codec)
+    return checks.in_kind(x_hat.reshape(*values.shape[:-1], codec.codebook.shape[1]), codes)
+
+
+def default_weights(levels: int) -> tuple[float, ...]:
+    """How much each level counts in `fit` and in a beam where the user does not say: the full length most."""
+    return (0.16, *[0.1] * (levels - 2), 1.0) if levels > 1 else (1.0,)
+
+
+def _named(codebook: Any, scale: Any, offset: Any) -> tuple[tuple[str, Any], ...]:
+    return ("codebook", codebook), ("scale", scale), ("offset", offset)
+
+
+def _made(codebook: Tensor, scale: Tensor, offset: Tensor | None, level_weights: tuple[float, ...] | None) -> Codec:
+    return Codec(codebook, scale, offset, level_weights=level_weights)

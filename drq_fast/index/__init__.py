@@ -1,0 +1,329 @@
+"""Index: codes in memory, searched at any prefix length, with stable ids."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .. import backends, checks, modes
+from ..backends.torch import numbers
+from ..codec import Array, Codec
+from ..quantizer import RecurrentQuantizer
+from . import file
+from .ids import MAX_ID, Places, checked_ids
+from .norms import Norms, extended_norms
+from .rows import Rows
+
+_QUERIES = 1 << 10  # queries between two updates of the progress bar, at least
+_WORK = 1 << 34  # scores between two updates
+
+
+class IndexResult(NamedTuple):
+    """scores [Q, k], best first, and ids [Q, k] int64, -1 where there were fewer than k; in kind with the query."""
+
+    scores: Any
+    ids: Any
+
+
+class Index:
+    """Codes of many vectors, searched by queries that are not quantized themselves.
+
+    codec: a Codec, or a layer, of whose parameters a copy is taken, so that training it further does not change the
+    index. metric: "l2" (squared distance, less is better), "ip" (inner product) or "cosine". Everything takes torch or
+    numpy and answers in kind. Several threads may search, add and remove at the same time: a search sees the index as
+    it was when it began.
+
+    >>> index = Index(layer, metric="l2")
+    >>> ids = index.add(x)
+    >>> scores, ids = index.search(query, k=10, levels=2)
+    """
+
+    def __init__(
+        self, codec: Codec | RecurrentQuantizer, metric: str = "l2", device: torch.device | str | None = None
+    ) -> None:
+        if not isinstance(codec, (Codec, RecurrentQuantizer)):
+            checks.fail("Index", "codec", "a Codec or a RecurrentQuantizer", type(codec).__name__, error=TypeError)
+        checks.choice("Index", "metric", metric, checks.METRICS)
+        codec = codec.codec() if isinstance(codec, RecurrentQuantizer) else codec
+        codec = codec.to(checks.device("Index", device, codec.device))
+        with modes.plain(codec.device):
+            codes = torch.empty(0, codec.levels, dtype=file.storage(codec.codewords), device=codec.device)
+        self._take(codec, metric, Rows(codes, None, None, size=0, removed=0, next_id=0, generation=0), None)
+
+    def _take(self, codec: Codec, metric: str, rows: Rows, mapped: file.Mapped | None) -> None:
+        self.codec, self.metric = codec, metric
+        self._lock = threading.RLock()  # held while rows change and while a search notes what it will scan
+        self._mapped = mapped
+        self._places = Places()
+        self._alive_is_read = False  # a search may be reading rows.alive
+        self._set_rows(rows)
+
+    def _set_rows(self, rows: Rows, known: Norms | None = None) -> None:
+        """All that changes when rows come or go, in one step: an exception or Ctrl-C leaves the old rows or the new.
+
+        known: norms of the first rows; all that was known if rows were only added.
+        """
+        self._rows: Rows
+        self._norms: Norms
+        self.__dict__.update(_rows=rows, _norms=known or {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            state = {name: value for name, value in self.__dict__.items() if name != "_lock"}
+            return state | {"_norms": dict(self._norms), "_places": Places()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
+
+    def __len__(self) -> int:
+        return self._rows.living_count()
+
+    def __repr__(self) -> str:
+        return f"Index({len(self)} vectors of {self.dim} dimensions in {self.bits} bits, metric={self.metric!r})"
+
+    @property
+    def dim(self) -> int:
+        """D, of vectors and queries."""
+        return self.codec.dim
+
+    @property
+    def codewords(self) -> int:
+        """K."""
+        return self.codec.codewords
+
+    @property
+    def levels(self) -> int:
+        """M, of a full code."""
+        return self.codec.levels
+
+    @property
+    def bits(self) -> int:
+        """Length of a full code in bits."""
+        return self.codec.bits
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are and the search runs."""
+        return self.codec.device
+
+    @property
+    def ids(self) -> Tensor:
+        """All ids in the index [len], oldest first."""
+        with self._lock:
+            codes, ids = self._rows.living()
+            return torch.arange(len(codes), device=self.device) if ids is None else ids.clone()
+
+    @property
+    def codes(self) -> Tensor:
+        """All codes in the index [len, levels], oldest first, uint8 for K <= 256, else int32."""
+        with self._lock:
+            return numbers(self._rows.living()[0].clone())
+
+    def encode(self, x: Array, beam: int = 1) -> Array:
+        """x [N, dim] -> codes [N, levels], uint8 for K <= 256, else int32."""
+        self._vectors("encode", "x", x)
+        return self.codec.encode(x, beam)
+
+    def add(self, x: Array, ids: Array | Iterable[int] | None = None, *, beam: int = 1) -> Array:
+        """Encodes x [N, dim] and stores the codes; returns their ids [N] int64, in kind.
+
+        ids: unique, not negative and not in the index; by default the numbers after the highest ever used, so that a
+        removed id is never given to another vector.
+        """
+        return checks.in_kind(self._append("add", self._encode("add", x, beam), ids), x)
+
+    def upsert(self, x: Array, ids: Array | Iterable[int], *, beam: int = 1) -> Array:
+        """`add` that replaces the vectors whose ids are in the index already; they count as new from then on."""
+        return checks.in_kind(self._append("upsert", self._encode("upsert", x, beam), ids, replace=True), x)
+
+    def add_codes(self, codes: Array, ids: Array | Iterable[int] | None = None) -> Array:
+        """Stores codes [N, levels] that `encode` made; returns their ids as `add` does."""
+        values = checks.array("add_codes", "codes", codes, integer=True).to(self.device)
+        checks.codes("add_codes", values, self.codewords, self.levels, self.device)
+        if values.shape[1] != self.levels:
+            checks.fail("add_codes", "codes", f"[N, {self.levels}]", checks.shape_of(values))
+        return checks.in_kind(self._append("add_codes", values, ids), codes)
+
+    def search(
+        self,
+        query: Array,
+        k: int = 10,
+        levels: int | None = None,
+        keep: Array | Iterable[int] | None = None,
+    ) -> IndexResult:
+        """The k best for each query [Q, dim] (or [dim]): IndexResult(scores [Q, k], ids [Q, k]).
+
+        levels: use only the first so many levels of every code. keep: only these ids, or a bool array indexed by id;
+        ids that are not in the index are passed over. Equal scores come oldest first. Where fewer than k vectors
+        remain: id -1 and score +inf (l2) or -inf.
+        """
+        single = getattr(query, "ndim", 2) == 1
+        values = self._vectors("search", "query", query[None] if single else query)
+        k = checks.integer("search", "k", k, 1, checks.MAX_RESULTS)
+        length = checks.levels("search", levels, self.levels)
+        rows, codes, known, mask = self._snapshot(length, keep)
+        scores, found = self._scan(values, k, codes, known, mask)
+        if rows.ids is not None and rows.size:
+            found = rows.ids[found.clamp_min(0)].where(found >= 0, -1)
+        if single:
+            scores, found = scores[0], found[0]
+        return IndexResult(checks.in_kind(scores, query), checks.in_kind(found, query))
+
+    def remove(self, ids: Array | Iterable[int]) -> None:
+        """Takes vectors out by id. All ids must be in the index, else nothing is removed."""
+        wanted = checked_ids("remove", ids, self.device)
+        with self._lock, modes.plain(self.device):
+            rows, positions = self._rows, self._find(wanted)
+            missing = wanted[positions < 0]
+            if len(missing):
+                checks.fail("remove", "ids", "in the index", f"{int(missing[0])}, which is not")
+            left = rows.living_count() - len(positions)
+            compact = 2 * left < rows.size
+            if compact:
+                self._verify("remove")
+            marks = rows.marks().clone() if compact or self._alive_is_read else rows.marks()
+            if compact:
+                self._set_rows(rows._replace(alive=marks.index_fill_(0, positions, False), removed=None).compacted())
+                return
+            self._alive_is_read = False
+            # Interrupted between these, the removal is done or not, and rows are counted when somebody asks.
+            self._set_rows(rows._replace(alive=marks, removed=None), self._norms)
+            marks.index_fill_(0, positions, False)
+            self._set_rows(rows._replace(alive=marks, removed=rows.size - left), self._norms)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes codes, ids and codec to one safetensors file, atomically. Verifies a mapped index first."""
+        with self._lock:
+            self._verify("save")
+            rows = self._rows if self._rows.alive is None else self._rows.compacted()
+        file.write(path, self.codec, self.metric, rows)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], mmap: bool = False, device: torch.device | str | None = None) -> Index:
+        """The index that `save` wrote. With `mmap` codes stay on disk until they are searched and are verified only by
+        `verify()`; everything else is always verified."""
+        place = checks.device("load", device, torch.device("cpu"))
+        index = cls.__new__(cls)
+        with modes.plain(place):
+            codec, metric, rows, checksum = file.read(path, mmap, place)
+        index._take(codec, metric, rows, file.Mapped(rows.codes, Path(path), checksum) if mmap else None)
+        return index
+
+    def verify(self) -> None:
+        """After an mmap load: reads all codes and raises FileError if they are not what was saved.
+
+        Adding to such an index, compacting it after many removals or saving it verifies it first.
+        """
+        with self._lock:
+            self._verify("verify")
+
+    def _verify(self, op: str) -> None:
+        if self._mapped is not None:
+            self._mapped = self._mapped.verify(op, self.codewords)
+
+    def _vectors(self, op: str, name: str, value: Any) -> Tensor:
+        values = checks.array(op, name, value)
+        if values.ndim != 2 or values.shape[1] != self.dim:
+            checks.fail(op, name, f"[N, {self.dim}]", checks.shape_of(values))
+        return values
+
+    def _encode(self, op: str, x: Any, beam: int) -> Tensor:
+        values = self._vectors(op, "x", x)
+        checks.finite(op, "x", values, torch.float32)
+        return self.codec.encode(values, beam)
+
+    def _append(self, op: str, codes: Tensor, new: Any, replace: bool = False) -> Tensor:
+        """Stores checked codes under new ids, or under those that follow the highest one in use; returns the ids."""
+        with self._lock, modes.plain(self.device):
+            rows, count = self._rows, len(codes)
+            if new is None:
+                if rows.next_id + count > MAX_ID + 1:
+                    checks.fail(op, "ids", "given, since there are too few above the highest one in use", "None")
+                new_ids = torch.arange(rows.next_id, rows.next_id + count, device=self.device)
+                replaced = new_ids[:0]
+            else:
+                new_ids, replaced = self._new_ids(op, new, count, replace)
+            self._verify(op)
+            rows = rows.appended(codes, new_ids, replaced)
+            if 2 * rows.living_count() < rows.size:
+                self._set_rows(rows.compacted())
+            else:
+                self._set_rows(rows, self._norms)
+            return new_ids
+
+    def _new_ids(self, op: str, new: Any, count: int, replace: bool) -> tuple[Tensor, Tensor]:
+        """The user's ids [count], and the positions of those that are in the index and may be replaced."""
+        new_ids = checked_ids(op, new, self.device)
+        if len(new_ids) != count:
+            checks.fail(op, "ids", f"{count} numbers, one per vector", len(new_ids))
+        positions = self._find(new_ids)
+        taken = new_ids[positions >= 0]
+        if len(taken) and not replace:
+            checks.fail(op, "ids", "new", f"{int(taken[0])}, which is in the index already")
+        return new_ids, positions[positions >= 0]
+
+    def _find(self, wanted: Tensor) -> Tensor:
+        """The row of each id [n], -1 where it is not in the index."""
+        self._places = self._places.extended(self._rows)
+        return self._places.find(self._rows, wanted)
+
+    def _snapshot(self, length: int, keep: Any) -> tuple[Rows, Tensor, Tensor | None, Tensor | None]:
+        """What a search reads: the rows, their codes [size, length], their norms [size] and the rows to look at."""
+        with self._lock:
+            rows = self._rows
+            mask = self._mask(rows, keep)
+            codes = self._codes(rows, length)
+            known = None if self.metric == "ip" else extended_norms(self._norms, codes, self.codec, self.metric)
+            return rows, codes, known, mask
+
+    def _codes(self, rows: Rows, length: int) -> Tensor:
+        """The first levels of all rows in use; refused where a mapped file holds others than codes."""
+        codes = rows.codes[: rows.size, :length]
+        mapped = self._mapped is not None and rows.codes is self._mapped.codes
+        if mapped and self.codewords not in (256, 65536):  # with these every number is a code
+            codes = codes.clone()  # the file could change after the check
+            file.check_range("search", codes, self.codewords)
+        return codes
+
+    def _mask(self, rows: Rows, keep: Any) -> Tensor | None:
+        """The rows to look at [size] bool; None for all."""
+        _, stored, alive = rows.used()
+        if keep is None:
+            self._alive_is_read |= alive is not None
+            return alive
+        with modes.plain(self.device):
+            flags = checks.id_array("search", "keep", keep).to(self.device)
+            if flags.dtype == torch.bool:
+                if len(flags) < rows.next_id:
+                    checks.fail("search", "keep", f"[{rows.next_id}] or longer, one per id", checks.shape_of(flags))
+                mask = flags[: rows.size] if stored is None else flags[stored]
+            else:
+                positions = self._find(checks.integers("search", "keep", flags).to(torch.int64).clamp_min(0))
+                mask = torch.zeros(rows.size, dtype=torch.bool, device=self.device)
+                mask.index_fill_(0, positions[(positions >= 0) & (flags >= 0)], True)
+            return mask if alive is None else mask & alive
+
+    def _scan(
+        self, query: Tensor, k: int, codes: Tensor, known: Tensor | None, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """(scores [Q, k], rows [Q, k]); in blocks of queries with a progress bar where it takes long."""
+        if query.dtype != torch.float32 or query.device != self.device:
+            query = query.to(self.device, torch.float32)
+        unsupported = backends.cannot_search(query, codes, self.codec, known)
+        column = backends.choose("search", self.device.type, None, unsupported)
+        step = max(_QUERIES, _WORK // max(1, len(codes)))
+        if len(query) <= step:
+            return column.search(query, codes, self.codec, k, self.metric, known, mask, finite=True)
+        parts = []
+        with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=None, leave=False) as bar:
+            for part in query.split(step):
+                parts.append(column.search(part, codes, self.codec, k, self.metric, known, mask, finite=True))
+                bar.update(len(part))
+        return torch.cat([part.scores for part in parts]), torch.cat([part.positions for part in parts])
