@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import ModuleType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,12 +59,13 @@ def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
     (Q, K), (N, M) = table.shape, codes.shape
     sums = torch.empty(Q, N, dtype=torch.float32, device=table.device)
     wide = codes.dtype == torch.int32
-    arguments = (table.data_ptr(), scale.data_ptr(), codes.data_ptr(), wide, sums.data_ptr(), Q, N, K, M)
+    pointers = {"table": table.data_ptr(), "scale": scale.data_ptr(), "codes": codes.data_ptr()}
+    job = extension.Lookup(**pointers, sums=sums.data_ptr(), Q=Q, N=N, K=K, M=M, wide=wide)
     if table.device.type == "cpu":
-        extension.lookup_cpu(*arguments, threads=torch.get_num_threads())
+        extension.lookup_cpu(job, threads=torch.get_num_threads())
     else:
         with torch.cuda.device(table.device):
-            extension.lookup_cuda(*arguments, stream=torch.cuda.current_stream().cuda_stream)
+            extension.lookup_cuda(job, stream=torch.cuda.current_stream().cuda_stream)
     return sums
 
 
@@ -114,7 +115,7 @@ def scan(
         "wide": codes.dtype == torch.int16,
     }
     if table.device.type == "cpu":
-        extension.search_cpu(isa=instruction_set(), threads=threads, **job)
+        extension.search_cpu(extension.Search(**job), isa=instruction_set(), threads=threads)
     else:
         _search_cuda(job, table.device)
 
@@ -183,7 +184,7 @@ def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor
     (N, M), K = codes.shape, len(codebook)
     inner = None if offset is None else 2 * (codebook @ offset.float())
     norms = floats(N)
-    extension.norms_cpu(
+    job = extension.Norms(
         gram=gram.data_ptr(),
         scale=scale.data_ptr(),
         inner=0 if inner is None else inner.data_ptr(),
@@ -195,8 +196,8 @@ def squared_norms(codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor
         M=M,
         stride=codes.stride(0) if N > 1 else M,
         wide=codes.dtype == torch.int16,
-        threads=torch.get_num_threads(),
     )
+    extension.norms_cpu(job, threads=torch.get_num_threads())
     return norms
 
 
@@ -228,6 +229,25 @@ class Codec:
         pointers = {name: getattr(self, name).data_ptr() for name in ("codebook", "gram", "diagonal", "bias", "scale")}
         pointers |= {"x": x.data_ptr(), "scores": scores.data_ptr()}
         return pointers | {"N": len(x), "K": self.K, "P": self.P, "D": self.D, "M": self.M}
+
+
+def tile_of(job: dict[str, Any]) -> Any:
+    """Takes the members of Levels and Tile out of a job."""
+    assert extension is not None
+    names = ("codebook", "gram", "diagonal", "bias", "scale", "K", "P", "D", "M")
+    levels = extension.Levels(**{name: job.pop(name) for name in names})
+    return extension.Tile(levels=levels, **{name: job.pop(name) for name in ("x", "scores", "N")})
+
+
+def training_of(**job: Any) -> tuple[Any, str]:
+    """A job of `_training` and its instruction set."""
+    assert extension is not None
+    isa = job.pop("isa")
+    first = {name: job.pop(name) for name in ("gamma", "codes", "squared_norms", "residuals", "soft")}
+    training = extension.Training(tile=tile_of(job), **first)
+    for name, value in job.items():
+        setattr(training, name, value)
+    return training, isa
 
 
 def centred(x: Tensor, offset: Tensor | None) -> Tensor:
@@ -382,15 +402,15 @@ def encode(
         for here in tiles(rows, step):
             tile = centred(x[here], offset)
             torch.mm(tile, codec.codebook.T, out=scores[: len(tile)])
-            native.encode_cpu(
-                isa=isa,
+            job = native.Encode(
+                tile=tile_of(codec.told(tile, scores)),
                 omega=omega.data_ptr(),
                 still_to_come=still_to_come.data_ptr(),
                 codes=codes[here].data_ptr(),
                 wide=codes.dtype == torch.int32,
                 beam=beam,
-                **codec.told(tile, scores),
             )
+            native.encode_cpu(job, isa)
 
     in_threads(work, len(x))
     return codes
@@ -429,9 +449,10 @@ def _dotted(version: int) -> str:
 
 
 def _search_cuda(job: dict[str, int], device: torch.device) -> None:
-    """Enqueues a search on the device's current stream; job: the members of `Search` in csrc/adc.h."""
+    """Enqueues a search on the device's current stream; job: the members of `Search` in csrc/search.h."""
     assert extension is not None
     with torch.cuda.device(device):
-        workspace = torch.empty(extension.search_cuda_workspace(**job), dtype=torch.uint8, device=device)
+        search = extension.Search(**job)
+        workspace = torch.empty(extension.search_cuda_workspace(search), dtype=torch.uint8, device=device)
         stream = torch.cuda.current_stream().cuda_stream
-        extension.search_cuda(**job, workspace=workspace.data_ptr(), stream=stream)
+        extension.search_cuda(search, workspace=workspace.data_ptr(), stream=stream)

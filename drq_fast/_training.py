@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _native, reference
-from ._native import Codec, centred, floats, in_threads, tiles
+from ._native import Codec, centred, floats, in_threads, tiles, training_of
 
 _TILE = 1 << 20  # floats of a few rows that stay in cache
 _BLOCK = 1 << 22  # floats of dS that are kept until they go into the codebook's gradient
@@ -83,7 +83,7 @@ class _Levels:
                     torch.mm(x, codec.codebook.T, out=S)
                 lines = len(x) * M
                 job = self.settings | buffers | codec.told(x, S) | _pointers(codes=self.codes[rows])
-                self.native.assign_cpu(**job)
+                self.native.assign_cpu(*training_of(**job))
                 if errors:
                     torch.mm(soft[:lines], codec.gram, out=product[:lines])
                     job |= _pointers(product=product)
@@ -123,7 +123,7 @@ class _Totals:
         sums, dnorms = self.sums[few.part], floats(len(few.x))
         told = _pointers(value=sums.value, dscale=sums.dscale, dgram=sums.dgram, ddiagonal=sums.ddiagonal)
         told |= _pointers(dscores=dscores, dsquared_norms=dnorms, **upstream)
-        self.levels.native.backward_cpu(**few.job, **told)
+        self.levels.native.backward_cpu(*training_of(**few.job, **told))
         _add_symmetric(sums.dgram, few.soft[: len(few.product)], few.product)
         dx = torch.mm(dscores, self.codec.codebook, out=self.dx[few.rows])
         dx.addcmul_(few.x, dnorms[:, None], value=2)
@@ -179,7 +179,9 @@ def loss(
     if not gradients:
         values = torch.zeros(torch.get_num_threads(), dtype=torch.float64, device="cpu")
         evaluate = levels.native.evaluate_cpu
-        levels.each(slice(0, len(x)), lambda few: evaluate(**few.job, **_pointers(value=values[few.part])))
+        levels.each(
+            slice(0, len(x)), lambda few: evaluate(*training_of(**few.job, **_pointers(value=values[few.part])))
+        )
         return values.sum().float(), levels.codes, None
     totals = _Totals(levels)
     scores = floats(max((b.stop - b.start for b in levels.blocks()), default=0), levels.codec.P)
@@ -201,7 +203,7 @@ def distortion(
 
     def evaluate(few: _Few) -> None:
         errors = {"hard_errors": hard[few.rows], "soft_errors": soft[few.rows], "joint_errors": joint[few.rows]}
-        levels.native.evaluate_cpu(**few.job, **_pointers(**errors))
+        levels.native.evaluate_cpu(*training_of(**few.job, **_pointers(**errors)))
 
     levels.each(slice(0, len(x)), evaluate, scores=scores)
     return reference.Distortion(hard, soft, joint, levels.codes), scores
@@ -244,7 +246,7 @@ def quantize(
 
     def approximate(few: _Few) -> None:
         delta = floats(len(few.x), codec.P)
-        levels.native.mix_cpu(**few.job, **_pointers(delta=delta))
+        levels.native.mix_cpu(*training_of(**few.job, **_pointers(delta=delta)))
         chosen = reference.decode(levels.codes[few.rows], codec.codebook, codec.scale, offset=shift)
         hard[few.rows] = chosen
         soft[few.rows] = chosen.addmm_(delta, codec.codebook)
@@ -274,7 +276,7 @@ def quantize_backward(
             few: _Few, first: int = block.start, dscores: Tensor = dscores, d: Tensor = delta, dd: Tensor = ddelta
         ) -> None:
             inside = slice(few.rows.start - first, few.rows.stop - first)
-            levels.native.mix_cpu(**few.job, **_pointers(delta=d[inside]))
+            levels.native.mix_cpu(*training_of(**few.job, **_pointers(delta=d[inside])))
             torch.mm(dsoft[few.rows].float(), codec.codebook.T, out=dd[inside])
             totals.add(few, dscores[inside], ddelta=dd[inside])
 
