@@ -28,7 +28,13 @@ CXX_SOURCES = [
 ]
 CUDA_SOURCES = ["csrc/cuda/adc.cu", "csrc/cuda/search.cu"]
 # Compiled once per instruction set and chosen at run time.
-ISA_SOURCES = ["csrc/cpu/bins.cpp", "csrc/cpu/encode.cpp", "csrc/cpu/scan.cpp", "csrc/cpu/training.cpp"]
+ISA_SOURCES = [
+    "csrc/cpu/bins.cpp",
+    "csrc/cpu/encode.cpp",
+    "csrc/cpu/scan.cpp",
+    "csrc/cpu/search/tables.cpp",
+    "csrc/cpu/training.cpp",
+]
 ISA_FLAGS = {"portable": ""}
 if platform.machine().lower() in ("x86_64", "amd64"):
     # GCC 12 warns about its own AVX-512 headers.

@@ -1,4 +1,5 @@
-// The only file that knows Python. Pointers arrive as integers from drq_fast/_native.py, which has checked them.
+// The only file that knows Python. Pointers arrive as integers, 0 for null, and Python keeps the tensors alive;
+// drq_fast/_C.pyi is the contract.
 #include <pybind11/pybind11.h>
 #ifdef __linux__
 #include <sys/mman.h>
@@ -7,12 +8,14 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 
-#include "adc.h"
 #include "isa.h"
 #include "levels.h"
+#include "search.h"
 
 namespace py = pybind11;
+using py::arg;
 
 namespace {
 
@@ -22,120 +25,114 @@ constexpr const char* kCompiler = __VERSION__;
 constexpr const char* kCompiler = "GCC " __VERSION__;
 #endif
 
-drq::Lookup lookup(std::uintptr_t table, std::uintptr_t scale, std::uintptr_t codes, bool wide, std::uintptr_t sums,
-                   int64_t Q, int64_t N, int64_t K, int64_t M) {
-  return {reinterpret_cast<const float*>(table),
-          reinterpret_cast<const float*>(scale),
-          reinterpret_cast<const void*>(codes),
-          reinterpret_cast<float*>(sums),
-          Q,
-          N,
-          K,
-          M,
-          wide};
-}
+using Address = std::uintptr_t;
 
-// A job comes as keyword arguments named like the members of its struct: pointers and sizes as integers.
-struct Arguments {
-  const py::kwargs& given;
+// An address as a pointer of whatever type the member has that it is assigned to.
+struct At {
+  Address address;
   template <class T>
-  T* pointer(const char* name) const {
-    return reinterpret_cast<T*>(given[name].cast<std::uintptr_t>());
+  operator T*() const {
+    return reinterpret_cast<T*>(address);
   }
-  template <class T>
-  T* pointer_or_null(const char* name) const {
-    return given.contains(name) ? pointer<T>(name) : nullptr;
-  }
-  float number(const char* name) const { return given[name].cast<float>(); }
-  int64_t size(const char* name) const { return given[name].cast<int64_t>(); }
 };
 
-drq::Tile tile_of(const Arguments& job) {
-  return {job.pointer<float>("scores"),
-          job.pointer<float>("x"),
-          job.pointer<float>("codebook"),
-          job.pointer<float>("gram"),
-          job.pointer<float>("diagonal"),
-          job.pointer<float>("bias"),
-          job.pointer<float>("scale"),
-          job.size("N"),
-          job.size("K"),
-          job.size("P"),
-          job.size("D"),
-          job.size("M")};
+// What Python calls Search: the job, and the queries if their table is to be computed.
+struct SearchJob {
+  drq::Search job;
+  drq::Queries queries;
+};
+
+SearchJob search_of(Address scale, Address codes, Address scores, Address positions, int64_t Q, int64_t N, int64_t K,
+                    int64_t M, int64_t k, int64_t stride, int metric, bool wide, Address norms, Address keep,
+                    Address query, Address columns, Address offset, int64_t D, Address table, Address constants,
+                    Address lengths) {
+  if (Q > 0 && (table == 0) == (query == 0)) throw py::value_error("Search: give either table or query.");
+  if (table == 0 && query != 0 && columns == 0) throw py::value_error("Search: query needs columns.");
+  return {{At{table}, At{scale}, At{codes}, At{norms}, At{constants}, At{lengths}, At{keep}, At{scores}, At{positions},
+           Q, N, K, M, k, stride, metric, wide},
+          {At{query}, At{columns}, At{offset}, D}};
 }
 
-drq::Encode encode_of(const Arguments& job) {
-  return {
-      tile_of(job),     job.pointer<float>("omega"), job.pointer<float>("still_to_come"), job.pointer<void>("codes"),
-      job.size("beam"), job.size("wide") != 0};
+// A member as an attribute: a pointer as an integer, anything else as it is.
+template <auto kMember, class Class>
+void attribute(py::class_<Class>& type, const char* name) {
+  using Member = std::remove_reference_t<decltype(std::declval<Class>().*kMember)>;
+  if constexpr (std::is_pointer_v<Member>)
+    type.def_property(
+        name, [](const Class& job) { return reinterpret_cast<Address>(job.*kMember); },
+        [](Class& job, Address address) { job.*kMember = At{address}; });
+  else
+    type.def_readwrite(name, kMember);
 }
 
-drq::Training training_of(const Arguments& job) {
-  drq::Training out{};
-  out.tile = tile_of(job);
-  out.gamma = job.number("gamma");
-  out.codes = job.pointer<int64_t>("codes");
-  out.squared_norms = job.pointer<float>("squared_norms");
-  out.residuals = job.pointer<float>("residuals");
-  out.soft = job.pointer<float>("soft");
-  out.product = job.pointer_or_null<float>("product");
-  out.delta = job.pointer_or_null<float>("delta");
-  out.hard_errors = job.pointer_or_null<float>("hard_errors");
-  out.soft_errors = job.pointer_or_null<float>("soft_errors");
-  out.joint_errors = job.pointer_or_null<float>("joint_errors");
-  out.omega = job.pointer_or_null<float>("omega");
-  if (out.omega != nullptr) {
-    out.of_hard = job.number("of_hard");
-    out.of_soft = job.number("of_soft");
-    out.of_joint = job.number("of_joint");
-    out.gap = job.size("gap") != 0;
-  }
-  out.value = job.pointer_or_null<double>("value");
-  out.dhard = job.pointer_or_null<float>("dhard");
-  out.dsoft = job.pointer_or_null<float>("dsoft");
-  out.djoint = job.pointer_or_null<float>("djoint");
-  out.ddelta = job.pointer_or_null<float>("ddelta");
-  out.dscores = job.pointer_or_null<float>("dscores");
-  out.dsquared_norms = job.pointer_or_null<float>("dsquared_norms");
-  out.dgram = job.pointer_or_null<float>("dgram");
-  out.ddiagonal = job.pointer_or_null<float>("ddiagonal");
-  out.dscale = job.pointer_or_null<double>("dscale");
-  return out;
+void def_jobs(py::module_& module) {
+  py::class_<drq::Lookup>(module, "Lookup")
+      .def(py::init([](Address table, Address scale, Address codes, Address sums, int64_t Q, int64_t N, int64_t K,
+                       int64_t M,
+                       bool wide) { return drq::Lookup{At{table}, At{scale}, At{codes}, At{sums}, Q, N, K, M, wide}; }),
+           py::kw_only(), arg("table"), arg("scale"), arg("codes"), arg("sums"), arg("Q"), arg("N"), arg("K"), arg("M"),
+           arg("wide"));
+  py::class_<SearchJob>(module, "Search")
+      .def(py::init(&search_of), py::kw_only(), arg("scale"), arg("codes"), arg("scores"), arg("positions"), arg("Q"),
+           arg("N"), arg("K"), arg("M"), arg("k"), arg("stride"), arg("metric"), arg("wide"), arg("norms") = 0,
+           arg("keep") = 0, arg("query") = 0, arg("columns") = 0, arg("offset") = 0, arg("D") = 0, arg("table") = 0,
+           arg("constants") = 0, arg("lengths") = 0);
+  py::class_<drq::Norms>(module, "Norms")
+      .def(py::init([](Address gram, Address scale, Address inner, float constant, Address codes, Address norms,
+                       int64_t N, int64_t K, int64_t M, int64_t stride, bool wide) {
+             return drq::Norms{At{gram}, At{scale}, At{inner}, constant, At{codes}, At{norms}, N, K, M, stride, wide};
+           }),
+           py::kw_only(), arg("gram"), arg("scale"), arg("inner"), arg("constant"), arg("codes"), arg("norms"),
+           arg("N"), arg("K"), arg("M"), arg("stride"), arg("wide"));
+  py::class_<drq::Levels>(module, "Levels")
+      .def(py::init([](Address codebook, Address gram, Address diagonal, Address bias, Address scale, int64_t K,
+                       int64_t P, int64_t D, int64_t M) {
+             return drq::Levels{At{codebook}, At{gram}, At{diagonal}, At{bias}, At{scale}, K, P, D, M};
+           }),
+           py::kw_only(), arg("codebook"), arg("gram"), arg("diagonal"), arg("bias"), arg("scale"), arg("K"), arg("P"),
+           arg("D"), arg("M"));
+  py::class_<drq::Tile>(module, "Tile")
+      .def(py::init([](const drq::Levels& levels, Address x, Address scores, int64_t N) {
+             return drq::Tile{levels, At{x}, At{scores}, N};
+           }),
+           py::kw_only(), arg("levels"), arg("x"), arg("scores"), arg("N"));
+  py::class_<drq::Encode>(module, "Encode")
+      .def(py::init([](const drq::Tile& tile, Address omega, Address still_to_come, Address codes, int64_t beam,
+                       bool wide) { return drq::Encode{tile, At{omega}, At{still_to_come}, At{codes}, beam, wide}; }),
+           py::kw_only(), arg("tile"), arg("omega"), arg("still_to_come"), arg("codes"), arg("beam"), arg("wide"));
 }
 
-drq::Search search_of(const Arguments& job) {
-  return {job.pointer<float>("table"),
-          job.pointer<float>("scale"),
-          job.pointer<void>("codes"),
-          job.pointer<float>("norms"),
-          job.pointer<float>("constants"),
-          job.pointer<float>("lengths"),
-          job.pointer<uint8_t>("keep"),
-          job.pointer<float>("scores"),
-          job.pointer<int64_t>("positions"),
-          job.size("Q"),
-          job.size("N"),
-          job.size("K"),
-          job.size("M"),
-          job.size("k"),
-          job.size("stride"),
-          static_cast<int>(job.size("metric")),
-          job.size("wide") != 0};
-}
-
-drq::Norms norms_of(const Arguments& job) {
-  return {job.pointer<float>("gram"),
-          job.pointer<float>("scale"),
-          job.pointer<float>("inner"),
-          job.number("constant"),
-          job.pointer<void>("codes"),
-          job.pointer<float>("norms"),
-          job.size("N"),
-          job.size("K"),
-          job.size("M"),
-          job.size("stride"),
-          job.size("wide") != 0};
+void def_training(py::module_& module) {
+  using drq::Training;
+  py::class_<Training> type(module, "Training");
+  type.def(py::init([](const drq::Tile& tile, float gamma, Address codes, Address squared_norms, Address residuals,
+                       Address soft) {
+             Training job{};
+             job.tile = tile, job.gamma = gamma, job.codes = At{codes}, job.squared_norms = At{squared_norms};
+             job.residuals = At{residuals}, job.soft = At{soft};
+             return job;
+           }),
+           py::kw_only(), arg("tile"), arg("gamma"), arg("codes"), arg("squared_norms"), arg("residuals"), arg("soft"));
+  attribute<&Training::product>(type, "product");
+  attribute<&Training::delta>(type, "delta");
+  attribute<&Training::hard_errors>(type, "hard_errors");
+  attribute<&Training::soft_errors>(type, "soft_errors");
+  attribute<&Training::joint_errors>(type, "joint_errors");
+  attribute<&Training::omega>(type, "omega");
+  attribute<&Training::of_hard>(type, "of_hard");
+  attribute<&Training::of_soft>(type, "of_soft");
+  attribute<&Training::of_joint>(type, "of_joint");
+  attribute<&Training::gap>(type, "gap");
+  attribute<&Training::value>(type, "value");
+  attribute<&Training::dhard>(type, "dhard");
+  attribute<&Training::dsoft>(type, "dsoft");
+  attribute<&Training::djoint>(type, "djoint");
+  attribute<&Training::ddelta>(type, "ddelta");
+  attribute<&Training::dscores>(type, "dscores");
+  attribute<&Training::dsquared_norms>(type, "dsquared_norms");
+  attribute<&Training::dgram>(type, "dgram");
+  attribute<&Training::ddiagonal>(type, "ddiagonal");
+  attribute<&Training::dscale>(type, "dscale");
 }
 
 int index_of(const std::string& isa) {
@@ -145,96 +142,90 @@ int index_of(const std::string& isa) {
 }
 
 // Asks for large pages where whole ones fit: memory that is new then costs a fault per 2 MiB, not per 4 KiB.
-void large_pages([[maybe_unused]] std::uintptr_t memory, [[maybe_unused]] int64_t bytes) {
+void large_pages([[maybe_unused]] Address memory, [[maybe_unused]] int64_t bytes) {
 #ifdef __linux__
-  constexpr std::uintptr_t kPage = 1 << 21;
-  const std::uintptr_t begin = (memory + kPage - 1) / kPage * kPage, end = (memory + bytes) / kPage * kPage;
+  constexpr Address kPage = 1 << 21;
+  const Address begin = (memory + kPage - 1) / kPage * kPage, end = (memory + bytes) / kPage * kPage;
   if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);  // only advice: may fail
 #endif
 }
 
 template <class Job>
-void def_kernel(py::module_& module, const char* name, Job (*job_of)(const Arguments&),
-                void (*kernel)(const Job&, int)) {
+void def_kernel(py::module_& module, const char* name, void (*kernel)(const Job&, int)) {
   module.def(
       name,
-      [=](const std::string& isa, const py::kwargs& arguments) {
-        const Job job = job_of(Arguments{arguments});
+      [kernel](const Job& job, const std::string& isa) {
         const int chosen = index_of(isa);
         py::gil_scoped_release release;
         kernel(job, chosen);
       },
-      py::arg("isa"));
+      arg("job"), arg("isa"));
 }
+
+#ifdef DRQ_FAST_CUDA
+void raise(const char* error) {
+  if (error != nullptr) throw std::runtime_error(error);
+}
+
+void def_cuda(py::module_& module) {
+  module.def("cuda_runtime_version", &drq::cuda_runtime_version);
+  module.def("cuda_driver_version", &drq::cuda_driver_version);
+  module.def(
+      "lookup_cuda", [](const drq::Lookup& job, Address stream) { raise(drq::lookup_cuda(job, At{stream})); },
+      arg("job"), arg("stream"));
+  module.def(
+      "search_cuda_workspace", [](const SearchJob& search) { return drq::search_cuda_workspace(search.job); },
+      arg("job"));
+  module.def(
+      "search_cuda",
+      [](const SearchJob& search, Address workspace, Address stream) {
+        if (search.queries.rows != nullptr) throw py::value_error("search_cuda: table must be given.");
+        raise(drq::search_cuda(search.job, At{workspace}, At{stream}));
+      },
+      arg("job"), arg("workspace"), arg("stream"));
+}
+#endif
 
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
   module.attr("compiler") = kCompiler;
+  module.attr("max_levels") = drq::kMaxLevels;
+  def_jobs(module);
+  def_training(module);
 
+  module.def("lookup_cpu", &drq::lookup_cpu, arg("job"), arg("threads"), py::call_guard<py::gil_scoped_release>());
+  module.def("packed_size", &drq::packed_size, arg("K"), arg("D"));
   module.def(
-      "lookup_cpu",
-      [](std::uintptr_t table, std::uintptr_t scale, std::uintptr_t codes, bool wide, std::uintptr_t sums, int64_t Q,
-         int64_t N, int64_t K, int64_t M, int threads) {
-        py::gil_scoped_release release;
-        drq::lookup_cpu(lookup(table, scale, codes, wide, sums, Q, N, K, M), threads);
+      "pack_codebook",
+      [](Address codebook, Address columns, int64_t K, int64_t D) {
+        drq::pack_codebook(At{codebook}, At{columns}, K, D);
       },
-      py::arg("table"), py::arg("scale"), py::arg("codes"), py::arg("wide"), py::arg("sums"), py::arg("Q"),
-      py::arg("N"), py::arg("K"), py::arg("M"), py::arg("threads"));
-
+      arg("codebook"), arg("columns"), arg("K"), arg("D"));
   module.def(
       "search_cpu",
-      [](const std::string& isa, int threads, const py::kwargs& arguments) {
-        const drq::Search job = search_of(Arguments{arguments});
+      [](const SearchJob& search, const std::string& isa, int threads) {
         const int chosen = index_of(isa);
         py::gil_scoped_release release;
-        drq::search_cpu(job, chosen, threads);
+        return drq::search_cpu(search.job, search.queries, chosen, threads);
       },
-      py::arg("isa"), py::arg("threads"));
-
-  module.def(
-      "norms_cpu",
-      [](int threads, const py::kwargs& arguments) {
-        const drq::Norms job = norms_of(Arguments{arguments});
-        py::gil_scoped_release release;
-        drq::norms_cpu(job, threads);
-      },
-      py::arg("threads"));
-
-  module.def("large_pages", &large_pages, py::arg("memory"), py::arg("bytes"));
+      arg("job"), arg("isa"), arg("threads"));
+  module.def("norms_cpu", &drq::norms_cpu, arg("job"), arg("threads"), py::call_guard<py::gil_scoped_release>());
+  module.def("large_pages", &large_pages, arg("memory"), arg("bytes"));
   module.def("supported_isas", [] {
     py::list names;
     for (int isa = 0; isa < drq::kIsaCount; ++isa)
       if (drq::isa_supported(isa)) names.append(drq::kIsaNames[isa]);
     return names;
   });
-  def_kernel(module, "encode_cpu", encode_of, drq::encode_cpu);
-  def_kernel(module, "assign_cpu", training_of, drq::assign_cpu);
-  def_kernel(module, "evaluate_cpu", training_of, drq::evaluate_cpu);
-  def_kernel(module, "mix_cpu", training_of, drq::mix_cpu);
-  def_kernel(module, "backward_cpu", training_of, drq::backward_cpu);
-
+  def_kernel(module, "encode_cpu", drq::encode_cpu);
+  def_kernel(module, "assign_cpu", drq::assign_cpu);
+  def_kernel(module, "evaluate_cpu", drq::evaluate_cpu);
+  def_kernel(module, "mix_cpu", drq::mix_cpu);
+  def_kernel(module, "backward_cpu", drq::backward_cpu);
 #ifdef DRQ_FAST_CUDA
   module.attr("cuda") = true;
-  module.def("cuda_runtime_version", &drq::cuda_runtime_version);
-  module.def("cuda_driver_version", &drq::cuda_driver_version);
-  module.def(
-      "lookup_cuda",
-      [](std::uintptr_t table, std::uintptr_t scale, std::uintptr_t codes, bool wide, std::uintptr_t sums, int64_t Q,
-         int64_t N, int64_t K, int64_t M, std::uintptr_t stream) {
-        const char* error =
-            drq::lookup_cuda(lookup(table, scale, codes, wide, sums, Q, N, K, M), reinterpret_cast<void*>(stream));
-        if (error != nullptr) throw std::runtime_error(error);
-      },
-      py::arg("table"), py::arg("scale"), py::arg("codes"), py::arg("wide"), py::arg("sums"), py::arg("Q"),
-      py::arg("N"), py::arg("K"), py::arg("M"), py::arg("stream"));
-  module.def("search_cuda_workspace",
-             [](const py::kwargs& arguments) { return drq::search_cuda_workspace(search_of(Arguments{arguments})); });
-  module.def("search_cuda", [](const py::kwargs& arguments) {
-    const Arguments job{arguments};
-    const char* error = drq::search_cuda(search_of(job), job.pointer<void>("workspace"), job.pointer<void>("stream"));
-    if (error != nullptr) throw std::runtime_error(error);
-  });
+  def_cuda(module);
 #else
   module.attr("cuda") = false;
 #endif

@@ -5,17 +5,22 @@
 
 namespace drq {
 
-// Some vectors and the codec. K is padded to P, a multiple of 16: scores, codewords and gram with zeros, bias with
-// infinity, so that padding is never chosen.
-struct Tile {
-  const float* scores;    // [N, P]  S = x C^T
-  const float* x;         // [N, D]
+// A codec in score space. K is padded to P, a multiple of 16: codewords and gram with zeros, bias with infinity, so
+// that padding is never chosen.
+struct Levels {
   const float* codebook;  // [P, D]  read only for rows that are re-based
   const float* gram;      // [P, P]  G = C C^T
   const float* diagonal;  // [P]     G[k, k]
   const float* bias;      // [M, P]  scale[m]^2 G[k, k]
   const float* scale;     // [M]
-  int64_t N, K, P, D, M;
+  int64_t K, P, D, M;
+};
+
+// Some vectors and their products with the codewords of the codec.
+struct Tile : Levels {
+  const float* x;       // [N, D]
+  const float* scores;  // [N, P]  S = x C^T
+  int64_t N;
 };
 
 struct Encode {

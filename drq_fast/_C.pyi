@@ -1,24 +1,116 @@
-"""The compiled extension. Pointers are integers; only `_native.py` calls it."""
+"""The compiled extension: typed jobs of raw pointers (integers; 0 is null). Only drq_fast/backends/native calls it.
+
+csrc/search.h and csrc/levels.h document every member; the names here are theirs.
+"""
 
 compiler: str
 cuda: bool
+max_levels: int  # kMaxLevels: levels up to which codes are scanned by bytes
 
-def lookup_cpu(
-    table: int, scale: int, codes: int, wide: bool, sums: int, Q: int, N: int, K: int, M: int, threads: int
-) -> None: ...
-def lookup_cuda(
-    table: int, scale: int, codes: int, wide: bool, sums: int, Q: int, N: int, K: int, M: int, stream: int
-) -> None: ...
-def search_cpu(isa: str, threads: int, **job: int) -> None: ...
-def norms_cpu(threads: int, **job: float) -> None: ...
+class Lookup:
+    def __init__(
+        self, *, table: int, scale: int, codes: int, sums: int, Q: int, N: int, K: int, M: int, wide: bool
+    ) -> None: ...
+
+class Search:
+    def __init__(
+        self,
+        *,
+        scale: int,
+        codes: int,
+        scores: int,
+        positions: int,
+        Q: int,
+        N: int,
+        K: int,
+        M: int,
+        k: int,
+        stride: int,
+        metric: int,
+        wide: bool,
+        norms: int = 0,
+        keep: int = 0,
+        query: int = 0,  # [Q, D] with these two the table, constants and lengths are computed inside (CPU only)
+        columns: int = 0,  # the codebook as pack_codebook() lays it out
+        offset: int = 0,  # [D]
+        D: int = 0,
+        table: int = 0,  # [Q, K] or these are given
+        constants: int = 0,  # [Q]
+        lengths: int = 0,  # [Q]
+    ) -> None: ...
+
+class Norms:
+    def __init__(
+        self,
+        *,
+        gram: int,
+        scale: int,
+        inner: int,
+        constant: float,
+        codes: int,
+        norms: int,
+        N: int,
+        K: int,
+        M: int,
+        stride: int,
+        wide: bool,
+    ) -> None: ...
+
+class Levels:
+    """A codec in score space."""
+    def __init__(
+        self, *, codebook: int, gram: int, diagonal: int, bias: int, scale: int, K: int, P: int, D: int, M: int
+    ) -> None: ...
+
+class Tile:
+    """Some vectors and their products with the codewords."""
+    def __init__(self, *, levels: Levels, x: int, scores: int, N: int) -> None: ...
+
+class Encode:
+    def __init__(self, *, tile: Tile, omega: int, still_to_come: int, codes: int, beam: int, wide: bool) -> None: ...
+
+class Training:
+    """Attributes are the members of the struct in csrc/levels.h; those that are not given are 0."""
+    def __init__(
+        self, *, tile: Tile, gamma: float, codes: int, squared_norms: int, residuals: int, soft: int
+    ) -> None: ...
+    product: int
+    delta: int
+    hard_errors: int
+    soft_errors: int
+    joint_errors: int
+    omega: int
+    of_hard: float
+    of_soft: float
+    of_joint: float
+    gap: bool
+    value: int
+    dhard: int
+    dsoft: int
+    djoint: int
+    ddelta: int
+    dscores: int
+    dsquared_norms: int
+    dgram: int
+    ddiagonal: int
+    dscale: int
+
+def lookup_cpu(job: Lookup, threads: int) -> None: ...
+def lookup_cuda(job: Lookup, stream: int) -> None: ...
+def packed_size(K: int, D: int) -> int: ...  # floats
+def pack_codebook(codebook: int, columns: int, K: int, D: int) -> None: ...
+def search_cpu(
+    job: Search, isa: str, threads: int
+) -> int: ...  # the first row of query that has NaN or infinity, else -1
+def norms_cpu(job: Norms, threads: int) -> None: ...
 def large_pages(memory: int, bytes: int) -> None: ...
 def supported_isas() -> list[str]: ...
-def encode_cpu(isa: str, **job: int) -> None: ...
-def assign_cpu(isa: str, **job: float) -> None: ...
-def evaluate_cpu(isa: str, **job: float) -> None: ...
-def mix_cpu(isa: str, **job: float) -> None: ...
-def backward_cpu(isa: str, **job: float) -> None: ...
-def search_cuda_workspace(**job: int) -> int: ...
-def search_cuda(**job: int) -> None: ...
+def encode_cpu(job: Encode, isa: str) -> None: ...
+def assign_cpu(job: Training, isa: str) -> None: ...
+def evaluate_cpu(job: Training, isa: str) -> None: ...
+def mix_cpu(job: Training, isa: str) -> None: ...
+def backward_cpu(job: Training, isa: str) -> None: ...
+def search_cuda_workspace(job: Search) -> int: ...
+def search_cuda(job: Search, workspace: int, stream: int) -> None: ...
 def cuda_runtime_version() -> int: ...
 def cuda_driver_version() -> int: ...

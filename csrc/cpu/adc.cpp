@@ -1,9 +1,8 @@
-#include "adc.h"
-
 #include <algorithm>
 #include <vector>
 
 #include "cpu/parallel.h"
+#include "search.h"
 
 namespace drq {
 namespace {

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <atomic>
 
-#include "adc.h"
+#include "search.h"
 
 namespace drq {
 
@@ -20,7 +20,9 @@ struct Bins {
 // Some queries and some codes, for one thread.
 struct Part {
   const Search& job;
-  const Bins* bins;  // where a batch needs them, else null
+  const Queries* queries;     // whose tables are to be computed; null where the job has them
+  std::atomic<int64_t>* odd;  // lowered to the first query that has NaN or infinity, if `queries` is given
+  const Bins* bins;           // where a batch needs them, else null
   int64_t first_query, last_query;
   int64_t begin, end;           // codes
   uint64_t* keys;               // [Q, k]  the best of these codes for these queries, see key.h, in order

@@ -39,6 +39,14 @@ struct Sample {
     job.N = count, job.stride = all.M, job.k = rank(all.k);
   }
 
+  // The search of some queries in the sample.
+  Search of(const Search& queries) const {
+    Search some = job;
+    some.table = queries.table, some.constants = queries.constants, some.lengths = queries.lengths;
+    some.Q = queries.Q;
+    return some;
+  }
+
   // Which of the best of the sample is, for all but one in some ten thousand samples, not among the k best of all.
   static int64_t rank(int64_t k) {
     const double expected = static_cast<double>(k) / kApart;

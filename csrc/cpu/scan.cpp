@@ -7,6 +7,7 @@
 #include "cpu/scan_bits.h"
 #include "cpu/scan_few.h"
 #include "cpu/scan_one.h"
+#include "cpu/search/tables.h"
 
 namespace drq {
 namespace DRQ_ISA {
@@ -84,7 +85,7 @@ template <class Code>
 struct Rejected {
   static constexpr int64_t kEntries = 256;
   struct Entry {
-    Code code[16];
+    Code code[kMaxLevels];
     float norm;
     uint64_t lanes;
   };
@@ -108,16 +109,16 @@ struct Rejected {
 // A batch of up to kLanes queries, one per lane: a look-up is one line of bytes that serves them all.
 template <class Code>
 struct Batch {
-  Batch(const Search& job, const Bins* bins)
-      : job(job),
+  Batch(const Search& all, const Bins* bins)
+      : job(all),
         bins(bins),
         transposed(job.K * kLanes),
         lines((job.M * job.K + (bins != nullptr ? 256 : 0)) * kLanes),
         terms(job.M * job.K) {}
 
   // ceilings, if not null: what the k-th best cost of each query is thought to stay below.
-  void run(int64_t first_query, int64_t count, int64_t begin, int64_t end, Reservoir* best, const float* ceilings) {
-    q0 = first_query, queries = count, this->best = best;
+  void run(const Search& some, int64_t begin, int64_t end, Reservoir* best, const float* ceilings) {
+    job = some, queries = job.Q, this->best = best;
     transpose();
     active = ~uint64_t{0} >> (64 - queries);
     if (ceilings != nullptr) {
@@ -132,7 +133,7 @@ struct Batch {
     for (int64_t lane = 0; lane < queries; ++lane) {
       if (!is_active(lane)) continue;
       best[lane].clear();
-      scan_floats<Code>(job, q0 + lane, begin, at, terms.data, best[lane]);
+      scan_floats<Code>(job, lane, begin, at, terms.data, best[lane]);
     }
     while (at < end) {
       const int64_t next = std::min(end, begin + (at - begin) * kGrowth);
@@ -155,12 +156,12 @@ struct Batch {
     scan(at, end);
     for (int64_t lane = 0; lane < queries; ++lane) settle(lane);
     for (int64_t lane = 0; lane < queries; ++lane)
-      if (undecided >> lane & 1) scan_floats<Code>(job, q0 + lane, at, end, terms.data, best[lane]);
+      if (undecided >> lane & 1) scan_floats<Code>(job, lane, at, end, terms.data, best[lane]);
   }
 
   void transpose() {
     for (int64_t lane = 0; lane < queries; ++lane) {
-      const float* table = job.table + (q0 + lane) * job.K;
+      const float* table = job.table + (lane)*job.K;
       table_low[lane] = table_high[lane] = table[0];
       for (int64_t k = 0; k < job.K; ++k) {
         transposed.data[k * kLanes + lane] = table[k];
@@ -181,12 +182,12 @@ struct Batch {
       const float lowest = bins == nullptr ? 0 : bins->low[0], highest = bins == nullptr ? 0 : bins->high[255];
       Filter& filter = filters[lane];
       if (!best[lane].full ||
-          !filter.set(job, q0 + lane, best[lane].tau, table_low[lane], table_high[lane], lowest, highest)) {
+          !filter.set(job, lane, best[lane].tau, table_low[lane], table_high[lane], lowest, highest)) {
         undecided |= uint64_t{1} << lane;
         continue;
       }
       inverse[lane] = filter.inverse;
-      bound[lane] = filter.bound(job, q0 + lane, best[lane].tau);
+      bound[lane] = filter.bound(job, lane, best[lane].tau);
     }
     const float sign = job.metric == kL2 ? -2 : -1;
     float low[kLanes] = {};
@@ -311,7 +312,7 @@ struct Batch {
 
   // Scores the codes that a query noted: many at once keep the processor busy while it waits for tables.
   __attribute__((noinline)) void settle(int64_t lane) {
-    const int64_t q = q0 + lane, count = waiting[lane];
+    const int64_t q = lane, count = waiting[lane];
     Reservoir& mine = best[lane];
     float costs[kPending];
     for (int64_t i = 0; i < count; ++i) costs[i] = cost_of<Code>(job, q, pending[lane][i]);
@@ -330,9 +331,9 @@ struct Batch {
   }
 
   static constexpr int64_t kPending = 32, kGroup = 4, kGroups = 64;
-  const Search& job;
+  Search job;  // of the queries at hand
   const Bins* bins;
-  int64_t q0 = 0, queries = 0;
+  int64_t queries = 0;
   uint64_t active = 0;  // queries that are looked at
   Reservoir* best = nullptr;
   Buffer<float> transposed;  // [K, kLanes]
@@ -350,22 +351,24 @@ struct Batch {
 
 // Whether bytes can pay for the time their tables take.
 bool by_bytes(const Search& job, int64_t count) {
-  return count > 4 * seeds_for(job.k) && count > 2 * job.K && job.M <= 16;
+  return count > 4 * seeds_for(job.k) && count > 2 * job.K && job.M <= kMaxLevels;
 }
 
 template <class Code>
 void scan_one_by_one(const Part& part, bool bytes) {
-  const Search& job = part.job;
+  Search job = part.job;  // of the query at hand
   const int64_t capacity = Reservoir::capacity_for(job.k, part.end - part.begin);
+  Tables tables(part, 1);
   Buffer<float> terms(job.M * job.K);
   Buffer<Key> kept(2 * capacity);
   Reservoir best{job.k, capacity, kept.data, kept.data + capacity};
   Bits bits(job);
   Few<Code> few(job);
   for (int64_t q = part.first_query; q < part.last_query; ++q) {
+    job = tables.of(q, 1);
     best.clear();
-    bits.start(q, best);
-    few.start(q, best);
+    bits.start(0, best);
+    few.start(0, best);
     int64_t at = part.begin, end = part.end, scanned = 0;
     while (part.taken == nullptr || (at = part.taken[q].fetch_add(kTaken)) < part.end) {
       if (part.taken != nullptr) end = std::min(at + kTaken, part.end);
@@ -373,20 +376,20 @@ void scan_one_by_one(const Part& part, bool bytes) {
         if (!best.full) {
           const int64_t begin = at;
           at = seeds_end(job, begin, end);
-          scan_floats<Code>(job, q, begin, at, terms.data, best);
+          scan_floats<Code>(job, 0, begin, at, terms.data, best);
           scanned += at - begin;
         }
-        at = scan_one(job, q, at, end, best);
+        at = scan_one(job, 0, at, end, best);
         while (at < end) {
           const int64_t next = std::min(end, at + std::max(kFewest, (kGrowth - 1) * scanned));
           scanned += next - at;
           at = bits.run(at, next);
           at = few.run(at, next);
-          scan_floats<Code>(job, q, at, next, terms.data, best);
+          scan_floats<Code>(job, 0, at, next, terms.data, best);
           at = next;
         }
       }
-      scan_floats<Code>(job, q, at, end, terms.data, best);
+      scan_floats<Code>(job, 0, at, end, terms.data, best);
       if (part.taken == nullptr) break;
     }
     part.counts[q] = best.finish(part.keys + q * job.k);
@@ -413,8 +416,9 @@ struct Guess {
         found(sample.job.k, sample.job.N, lanes),
         batch(sample.job, part.bins == nullptr ? nullptr : &sample.bins) {}
 
-  const float* ceilings(int64_t q, int64_t queries) {
-    batch.run(q, queries, 0, sample.job.N, found.best, nullptr);
+  const float* ceilings(const Search& job) {
+    const int64_t queries = job.Q;
+    batch.run(sample.of(job), 0, sample.job.N, found.best, nullptr);
     const float none = std::numeric_limits<float>::infinity();
     for (int64_t lane = 0; lane < queries; ++lane) {
       Reservoir& best = found.best[lane];
@@ -433,13 +437,15 @@ template <class Code>
 void scan_in_batches(const Part& part) {
   const int64_t lanes = std::min(kLanes, part.last_query - part.first_query), count = part.end - part.begin;
   Reservoirs found(part.job.k, count, lanes);
+  Tables tables(part, lanes);
   const std::unique_ptr<Batch<Code>> batch(new Batch<Code>(part.job, part.bins));
   const std::unique_ptr<Guess<Code>> guess(Sample<Code>::pays(part.job, count) ? new Guess<Code>(part, lanes)
                                                                                : nullptr);
   for (int64_t q = part.first_query; q < part.last_query; q += lanes) {
     const int64_t queries = std::min(lanes, part.last_query - q);
-    const float* ceilings = guess ? guess->ceilings(q, queries) : nullptr;
-    batch->run(q, queries, part.begin, part.end, found.best, ceilings);
+    const Search job = tables.of(q, queries);
+    const float* ceilings = guess ? guess->ceilings(job) : nullptr;
+    batch->run(job, part.begin, part.end, found.best, ceilings);
     for (int64_t lane = 0; lane < queries; ++lane)
       part.counts[q + lane] = found.best[lane].finish(part.keys + (q + lane) * part.job.k);
   }

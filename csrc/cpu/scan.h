@@ -3,10 +3,10 @@
 
 #include <cmath>
 
-#include "adc.h"
 #include "cpu/bytes.h"
 #include "cpu/part.h"
 #include "cpu/topk.h"
+#include "search.h"
 
 namespace drq {
 namespace DRQ_ISA {

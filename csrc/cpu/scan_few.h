@@ -124,7 +124,7 @@ struct Few {
   int64_t q = 0;
   Reservoir* best = nullptr;
   Buffer<float> terms;  // [kMost, K]  A
-  float minima[16] = {};
+  float minima[kMaxLevels] = {};
   double magnitude = 0;
   bool built = false, finite = false;
 };

@@ -1,10 +1,11 @@
 // Shares queries or codes out among threads, scans with the instruction set at hand and merges what they found.
+#include "search.h"
+
 #include <algorithm>
 #include <limits>
 #include <memory>
 #include <vector>
 
-#include "adc.h"
 #include "cpu/key.h"
 #include "cpu/parallel.h"
 #include "cpu/part.h"
@@ -16,6 +17,8 @@ DRQ_DECLARE_COPIES(void, scan, const Part& part)
 DRQ_DECLARE_COPIES(void, fill_bins, const Search& job, Bins& bins)
 DRQ_DECLARE_COPIES(bool, in_batches, const Search& job)
 DRQ_DECLARE_COPIES(int64_t, queries_at_a_time, )
+DRQ_DECLARE_COPIES(int64_t, fill_tables, const Search& job, const Queries& queries, int64_t begin, int64_t end,
+                   float* table, float* constants, float* lengths)
 
 namespace {
 
@@ -49,7 +52,14 @@ void merge(const Search& job, int64_t q, uint64_t* keys, int64_t* counts, int64_
 
 }  // namespace
 
-void search_cpu(const Search& job, int isa, int threads) {
+void pack_codebook(const float* codebook, float* columns, int64_t K, int64_t D) {
+  for (int64_t panel = 0; panel < K; panel += kPanel)
+    for (int64_t d = 0; d < D; ++d)
+      for (int64_t k = panel; k < panel + kPanel; ++k) *columns++ = k < K ? codebook[k * D + d] : 0;
+}
+
+int64_t search_cpu(const Search& given, const Queries& queries, int isa, int threads) {
+  Search job = given;
   // Many queries are shared out in whole batches, of few queries the codes are.
   const int64_t batch = DRQ_CHOOSE_COPY(queries_at_a_time, isa)(), batches = (job.Q + batch - 1) / batch;
   const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, job.N * job.Q * job.M / kLeastWork[isa]));
@@ -69,20 +79,33 @@ void search_cpu(const Search& job, int isa, int threads) {
   // One query at a time, threads take codes in turn: a thread that starts late takes fewer.
   const bool in_turn = ranges > 1 && !in_batches;
   const std::unique_ptr<std::atomic<int64_t>[]> taken(in_turn ? new std::atomic<int64_t>[job.Q]() : nullptr);
+  // Threads that share out the codes share the tables, too. Else each computes those of its queries as it needs them.
+  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+  std::atomic<int64_t> odd{kNone};
+  bool to_compute = queries.rows != nullptr;
+  std::unique_ptr<float[]> tables;
+  if (to_compute && ranges > 1) {
+    tables.reset(new float[job.Q * (job.K + 2)]);
+    float *const table = tables.get(), *const constants = table + job.Q * job.K, *const lengths = constants + job.Q;
+    const int64_t found = DRQ_CHOOSE_COPY(fill_tables, isa)(job, queries, 0, job.Q, table, constants, lengths);
+    if (found >= 0) odd = found;
+    job.table = table, job.constants = constants, job.lengths = lengths, to_compute = false;
+  }
   const auto scan = DRQ_CHOOSE_COPY(scan, isa);
   parallel_for(groups * ranges, static_cast<int>(groups * ranges), [&](int64_t unit, int64_t, int64_t) {
     const int64_t group = unit / ranges, range = unit % ranges;
     const int64_t first = std::min(job.Q, batches * group / groups * batch);
     const int64_t last = std::min(job.Q, batches * (group + 1) / groups * batch);
     const int64_t begin = in_turn ? 0 : job.N * range / ranges, end = in_turn ? job.N : job.N * (range + 1) / ranges;
-    scan(Part{job, binning ? &bins : nullptr, first, last, begin, end, keys.get() + range * job.Q * job.k,
-              counts.get() + range * job.Q, taken.get()});
+    scan(Part{job, to_compute ? &queries : nullptr, &odd, binning ? &bins : nullptr, first, last, begin, end,
+              keys.get() + range * job.Q * job.k, counts.get() + range * job.Q, taken.get()});
     for (int64_t q = first; q < last && ranges == 1; ++q) write(job, q, keys.get() + q * job.k, counts[q]);
   });
   for (int64_t q = 0; q < job.Q && ranges > 1; ++q) {
     merge(job, q, keys.get(), counts.get(), ranges);
     write(job, q, keys.get() + q * job.k, counts[q]);
   }
+  return odd == kNone ? -1 : odd.load();
 }
 
 }  // namespace drq

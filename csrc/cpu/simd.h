@@ -219,6 +219,19 @@ inline float sum(const Floats& a) {
   return lanes[0];
 }
 
+// Four sums side by side hide the latency of the additions; their order is fixed.
+inline float dot(const float* a, const float* b, int64_t count) {
+  Floats totals[4] = {Floats::all(0), Floats::all(0), Floats::all(0), Floats::all(0)};
+  int64_t i = 0;
+  for (; i + 4 * kWidth <= count; i += 4 * kWidth)
+    for (int64_t j = 0; j < 4; ++j)
+      totals[j] = totals[j] + Floats::load(a + i + j * kWidth) * Floats::load(b + i + j * kWidth);
+  for (; i + kWidth <= count; i += kWidth) totals[0] = totals[0] + Floats::load(a + i) * Floats::load(b + i);
+  float result = sum((totals[0] + totals[1]) + (totals[2] + totals[3]));
+  for (; i < count; ++i) result += a[i] * b[i];
+  return result;
+}
+
 }  // namespace
 }  // namespace DRQ_ISA
 }  // namespace drq

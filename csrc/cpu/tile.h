@@ -32,19 +32,6 @@ float keys_of(const float* t, const float* bias, float s, int64_t P, float* key)
   return smallest(best);
 }
 
-// Four sums side by side hide the latency of the additions; their order is fixed.
-float dot(const float* a, const float* b, int64_t count) {
-  Floats totals[4] = {Floats::all(0), Floats::all(0), Floats::all(0), Floats::all(0)};
-  int64_t i = 0;
-  for (; i + 4 * kWidth <= count; i += 4 * kWidth)
-    for (int64_t j = 0; j < 4; ++j)
-      totals[j] = totals[j] + Floats::load(a + i + j * kWidth) * Floats::load(b + i + j * kWidth);
-  for (; i + kWidth <= count; i += kWidth) totals[0] = totals[0] + Floats::load(a + i) * Floats::load(b + i);
-  float result = sum((totals[0] + totals[1]) + (totals[2] + totals[3]));
-  for (; i < count; ++i) result += a[i] * b[i];
-  return result;
-}
-
 float squared_norm(const Tile& tile, int64_t n) { return dot(tile.x + n * tile.D, tile.x + n * tile.D, tile.D); }
 
 // Where a squared residual is below this share of what score space started from, it has lost too many of its bits.

@@ -1,6 +1,6 @@
 #include <cuda_runtime.h>
 
-#include "adc.h"
+#include "search.h"
 
 namespace drq {
 namespace {

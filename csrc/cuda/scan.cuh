@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "adc.h"
+#include "search.h"
 
 namespace drq {
 namespace {
@@ -13,8 +13,7 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kRows = 4;          // codes that a lane scores at a time
 constexpr int kMaxDenseRow = 32;  // bytes of a row up to which all of it is loaded, a prefix or not
-constexpr int kMaxLevels = 64;
-constexpr int kBlocksPerSm = 4;  // so at most 64 registers a thread
+constexpr int kBlocksPerSm = 4;   // so at most 64 registers a thread
 
 // Cost and position in one number: less is better, and no two codes have the same one.
 using Key = unsigned long long;

@@ -1,9 +1,10 @@
 // Search and norms by every instruction set, on random cases, against all scores sorted: search_test FIRST_SEED COUNT.
+#include "search.h"
+
 #include <algorithm>
 #include <cmath>
 #include <thread>
 
-#include "adc.h"
 #include "cpu/key.h"
 #include "isa.h"
 #include "random.h"
@@ -234,7 +235,7 @@ bool at_once(const Case& c, const Found& expected) {
   for (int i = 0; i < kThreads; ++i)
     threads.emplace_back([&c, &found, i] {
       const drq::Search job = c.job(found[i]);
-      drq::search_cpu(job, drq::isa_supported(i % kIsaCount) ? i % kIsaCount : 0, c.threads);
+      drq::search_cpu(job, {}, drq::isa_supported(i % kIsaCount) ? i % kIsaCount : 0, c.threads);
     });
   for (auto& thread : threads) thread.join();
   for (const Found& each : found)
@@ -269,16 +270,76 @@ bool norms_agree(Case& c) {
   return true;
 }
 
+// The sum of fl(a b) over `chunk` dimensions at a time, and the sum of these.
+float product(const float* a, const float* b, int64_t D) {
+  float total = 0;
+  for (int64_t first = 0; first < D; first += 64) {
+    float sum = 0;
+    for (int64_t d = first; d < std::min(first + 64, D); ++d) sum += a[d] * b[d];
+    total += sum;
+  }
+  return total;
+}
+
+// Sixteen sums side by side four times over, the rest one by one: the order of dot() in simd.h.
+float side_by_side(const float* a, const float* b, int64_t D) {
+  float sums[4][16] = {};
+  const int64_t fours = D / 64 * 64, whole = D / 16 * 16;
+  for (int64_t d = 0; d < whole; ++d) sums[d < fours ? d / 16 % 4 : 0][d % 16] += a[d] * b[d];
+  for (int64_t i = 0; i < 16; ++i) sums[0][i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
+  for (int64_t half = 8; half > 0; half /= 2)
+    for (int64_t i = 0; i < half; ++i) sums[0][i] += sums[0][i + half];
+  for (int64_t d = whole; d < D; ++d) sums[0][0] += a[d] * b[d];
+  return sums[0][0];
+}
+
+// The same search with queries instead of tables: first the definition of the tables, then all instruction sets.
+bool queries_agree(Case& c) {
+  if (c.K * c.Q > 20000) return true;
+  const int64_t D = c.random.one_of({1, 3, 15, 16, 17, 64, 65, 100, 128, 200});
+  const bool moved = c.random.once_in(2);
+  std::vector<float> rows(c.Q * D), codebook(c.K * D), columns(drq::packed_size(c.K, D)), offset(D);
+  for (auto* values : {&rows, &codebook, &offset})
+    for (auto& x : *values) x = c.random.normal();
+  int64_t odd = -1;
+  if (c.Q > 0 && c.random.once_in(4)) odd = c.random.below(c.Q), rows[odd * D + c.random.below(D)] = NAN;
+  if (odd >= 0 && c.random.once_in(2)) rows[(c.Q - 1) * D] = std::numeric_limits<float>::infinity();
+  drq::pack_codebook(codebook.data(), columns.data(), c.K, D);
+  for (int64_t q = 0; q < c.Q; ++q) {
+    const float* row = &rows[q * D];
+    c.lengths[q] = std::sqrt(side_by_side(row, row, D));
+    std::vector<float> x(row, row + D);
+    for (int64_t d = 0; moved && c.metric == kL2 && d < D; ++d) x[d] -= offset[d];
+    for (int64_t k = 0; k < c.K; ++k) c.table[q * c.K + k] = product(x.data(), &codebook[k * D], D);
+    c.constants[q] = c.metric == kL2 ? side_by_side(x.data(), x.data(), D)
+                     : moved         ? side_by_side(row, offset.data(), D)
+                                     : 0;
+  }
+  const Found expected = sorted(c);
+  const drq::Queries queries{rows.data(), columns.data(), moved ? offset.data() : nullptr, D};
+  for (int isa = 0; isa < kIsaCount; ++isa) {
+    if (!drq::isa_supported(isa)) continue;
+    Found found;
+    drq::Search job = c.job(found);
+    job.table = job.constants = job.lengths = nullptr;
+    const int64_t first = drq::search_cpu(job, queries, isa, c.threads);
+    if (first != odd)
+      std::printf("row %lld is odd, not %lld\n", static_cast<long long>(odd), static_cast<long long>(first));
+    if (first != odd || !agrees(c, expected, found, kIsaNames[isa])) return false;
+  }
+  return true;
+}
+
 bool check(uint64_t seed) {
   Case c(seed);
   const Found expected = sorted(c);
   for (int isa = 0; isa < kIsaCount; ++isa) {
     if (!drq::isa_supported(isa)) continue;
     Found found;
-    drq::search_cpu(c.job(found), isa, c.threads);
+    drq::search_cpu(c.job(found), {}, isa, c.threads);
     if (!agrees(c, expected, found, kIsaNames[isa])) return false;
   }
-  return (seed % 4 != 0 || at_once(c, expected)) && norms_agree(c);
+  return (seed % 4 != 0 || at_once(c, expected)) && norms_agree(c) && queries_agree(c);
 }
 
 }  // namespace

@@ -29,6 +29,9 @@ struct Lookup {
 
 void lookup_cpu(const Lookup& job, int threads);
 
+// The most levels of codes that are scanned by bytes (CPU) or at all (CUDA).
+constexpr int kMaxLevels = 64;
+
 enum Metric : int { kL2 = 0, kIp = 1, kCosine = 2 };
 
 // The k best codes for each query, in the order (score, position): ascending for l2, descending for ip and cosine.
@@ -58,7 +61,26 @@ DRQ_INLINE float score_of(int metric, float sum, float norm, float constant, flo
   return lengths > 0 ? inner / lengths : 0;
 }
 
-void search_cpu(const Search& job, int isa, int threads);
+// The queries themselves, from which the CPU search forms the table, constants and lengths of `Search` for a few
+// queries at a time. With q' = q - offset (l2) or q:
+//   table[k]  = <q', C_k>: dimensions in order in chunks of 64, the chunks' sums in order, no fused multiply-add
+//   constants = <q', q'> (l2), <q, offset> (ip, cosine; 0 without an offset), lengths = sqrt(<q, q>)
+// The bits depend on q, C and D only: not on Q, threads or the instruction set.
+struct Queries {
+  const float* rows;     // [Q, D]  null if `Search` has a table
+  const float* columns;  // the codebook as pack_codebook() lays it out
+  const float* offset;   // [D]     null without an offset
+  int64_t D;
+};
+
+// Returns the first row of the queries that has NaN or infinity, -1 if there is none or if the table was given. The
+// results of such a row are what the definition gives.
+int64_t search_cpu(const Search& job, const Queries& queries, int isa, int threads);
+
+// columns[p, d, i] = codebook[16 p + i, d], 0 beyond K: panels of 16 codewords.
+constexpr int64_t kPanel = 16;
+inline int64_t packed_size(int64_t K, int64_t D) { return (K + kPanel - 1) / kPanel * kPanel * D; }
+void pack_codebook(const float* codebook, float* columns, int64_t K, int64_t D);
 
 // norms[n] = ||offset + xhat_n||^2 as docs/math.md, section 5, adds it up.
 struct Norms {
