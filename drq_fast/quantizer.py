@@ -154,7 +154,7 @@ class RecurrentQuantizer(nn.Module):
         >>> codes = layer.encode(x, beam=16)
         """
         self._require_initialised("encode")
-        return codecs.encode(x, self._parameters(), beam, self.level_weights)
+        return codecs.encode(x, self._as_codec(), beam, self.level_weights)
 
     @torch.no_grad()
     def decode(self, codes: Array, levels: int | None = None) -> Array:
@@ -163,9 +163,9 @@ class RecurrentQuantizer(nn.Module):
         >>> x_hat = layer.decode(codes, levels=2)
         """
         self._require_initialised("decode")
-        return codecs.decode(codes, self._parameters(), levels)
+        return codecs.decode(codes, self._as_codec(), levels)
 
-    def _parameters(self) -> Parameters:
+    def _as_codec(self) -> Parameters:
         """The parameters as they are, in their own dtype."""
         return Parameters(self.codebook, self.scale, self.offset)
 
