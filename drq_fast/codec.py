@@ -114,7 +114,9 @@ class Codec(Parameters):
     def prefix(self, levels: int) -> Codec:
         """The codec of the first `levels` levels: its codes are the first columns of this one's greedy codes."""
         levels = checks.integer("prefix", "levels", levels, 1, self.levels)
-        weights = None if self.level_weights is None or not any(self.level_weights[:levels]) else self.level_weights[:levels]
+        weights = (
+            None if self.level_weights is None or not any(self.level_weights[:levels]) else self.level_weights[:levels]
+        )
         return Codec(self.codebook, self.scale[:levels], self.offset, level_weights=weights)
 
     def to(self, device: torch.device | str) -> Codec:

@@ -18,7 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from drq_fast import reference
+from drq_fast import functional
+from drq_fast.backends import torch as definition
 from drq_fast.kernels import beam, distortion, encode, quantize
 
 SLACK = (
@@ -99,9 +100,13 @@ def wrong_codes(N: int, K: int, width: int = 1) -> float:
     if width == 1:
         codes = encode.encode(x, codebook, scale, precision="ieee")
     else:
-        weights = {"omega": omega, "still_to_come": reference.still_to_come(omega)}
+        weights = {"omega": omega, "still_to_come": definition.still_to_come(omega)}
         codes = beam.encode_beam(x, codebook, scale, offset=None, beam=width, precision="ieee", **weights)
-    return float((codes != reference.encode(x, codebook, scale, beam=width, level_weights=omega)).float().mean())
+    return float(
+        (codes != functional.encode(x, codebook, scale, beam=width, level_weights=omega, backend="torch"))
+        .float()
+        .mean()
+    )
 
 
 def distance(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
@@ -114,7 +119,7 @@ def training_error(N: int, K: int) -> float:
     codec, gamma = distortion.codec_of(codebook, scale), torch.tensor([1.5])
     scores = codec.scores(x)
     leaves = [t.double().requires_grad_() for t in (x, codebook, scale)]
-    truth = reference.distortion(*leaves, gamma=1.5)
+    truth = functional.distortion(*leaves, gamma=1.5, backend="torch")
     levels = distortion.distortion(x, codec, scores, gamma, "ieee")
     upstream = [torch.cos(torch.arange(N * 3.0) + i).reshape(N, 3) for i in range(3)]
     found = distortion.distortion_backward(x, codec, scores, gamma, levels, *upstream, "ieee")
@@ -125,7 +130,7 @@ def training_error(N: int, K: int) -> float:
     choices = quantize.choose(x, codec, scores, gamma, "ieee")
     upstream = [torch.sin(torch.arange(N * 21.0) + i).reshape(N, 21) for i in range(2)]
     found = quantize.quantize_backward(x, codec, scores, gamma, choices, *upstream, "ieee")
-    soft, hard, _ = reference.quantize(*leaves, gamma=1.5)
+    soft, hard, _ = functional.quantize(*leaves, gamma=1.5, backend="torch")
     wanted = torch.autograd.grad([soft, hard], leaves, [u.double() for u in upstream])
     values = quantize.approximations(codec, choices)
     return max(worst, distance([*values, *found], [soft.detach(), hard.detach(), *wanted]))

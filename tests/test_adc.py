@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from drq_fast import BackendUnavailable, _native, functional, reference
+from drq_fast import BackendUnavailable, functional
+from drq_fast.backends import native
+from drq_fast.backends import torch as definition
+from drq_fast.backends.native.search import lookup
+from drq_fast.backends.types import Parameters
 
 METRICS = ["l2", "ip", "cosine"]
 PTXSIM = Path(os.environ.get("DRQ_PTXSIM") or Path(__file__).parents[2] / "shared/tools/ptxsim")
@@ -84,7 +88,7 @@ def test_equal_codes_have_equal_norms(codec):
     x, codebook, scale, offset = codec(N=500, D=3, K=4, M=4)
     codes = functional.encode(x, codebook, scale)
     for shift in (None, offset):
-        norms = reference.squared_norms(codes, codebook, scale, shift)
+        norms = definition.squared_norms(codes, Parameters(codebook, scale, shift), "cosine")
         for code in codes.unique(dim=0):
             assert len(norms[(codes == code).all(dim=1)].unique()) == 1
 
@@ -93,10 +97,10 @@ def test_norms_without_the_gram_matrix(codec, monkeypatch):
     x, codebook, scale, offset = codec(N=500, D=3, K=4, M=4, dtype=torch.float64)
     codes = functional.encode(x, codebook, scale)
     for shift in (None, offset):
-        expected = reference.squared_norms(codes, codebook, scale, shift)
+        expected = definition.squared_norms(codes, Parameters(codebook, scale, shift), "cosine")
         with monkeypatch.context() as patch:
-            patch.setattr(reference, "_MAX_GRAM", 3)
-            norms = reference.squared_norms(codes, codebook, scale, shift)
+            patch.setattr(definition, "_MAX_GRAM", 3)
+            norms = definition.squared_norms(codes, Parameters(codebook, scale, shift), "cosine")
         torch.testing.assert_close(norms, expected)
         for code in codes.unique(dim=0):
             assert len(norms[(codes == code).all(dim=1)].unique()) == 1
@@ -108,7 +112,7 @@ def random_lookup(Q: int, N: int, K: int, M: int) -> tuple[torch.Tensor, torch.T
     return torch.randn(Q, K, generator=generator), codes, torch.randn(M, generator=generator)
 
 
-@pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
+@pytest.mark.skipif(native.why_not("cpu") is not None, reason="the extension is not built")
 @pytest.mark.parametrize(("Q", "N", "K", "M"), SHAPES)
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_native_lookup_gives_the_bits_of_the_reference(Q, N, K, M, threads):
@@ -116,7 +120,7 @@ def test_native_lookup_gives_the_bits_of_the_reference(Q, N, K, M, threads):
     torch.set_num_threads(threads)
     try:
         job = random_lookup(Q, N, K, M)
-        assert torch.equal(_native.lookup(*job), reference.lookup(*job))
+        assert torch.equal(lookup(*job), definition.lookup(*job))
     finally:
         torch.set_num_threads(before)
 
@@ -125,10 +129,10 @@ def test_native_lookup_gives_the_bits_of_the_reference(Q, N, K, M, threads):
 @pytest.mark.parametrize(("Q", "N", "K", "M"), SHAPES)
 def test_native_lookup_on_a_gpu_gives_the_bits_of_the_reference(Q, N, K, M):
     job = random_lookup(Q, N, K, M)
-    assert torch.equal(_native.lookup(*(t.cuda() for t in job)).cpu(), reference.lookup(*job))
+    assert torch.equal(lookup(*(t.cuda() for t in job)).cpu(), definition.lookup(*job))
 
 
-@pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
+@pytest.mark.skipif(native.why_not("cpu") is not None, reason="the extension is not built")
 @pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
 @pytest.mark.parametrize("op", ["adc", "search"])
 def test_native_gradients(codec, op, metric):
@@ -153,7 +157,7 @@ def test_native_gradients(codec, op, metric):
         assert torch.equal(once, again)
 
 
-@pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
+@pytest.mark.skipif(native.why_not("cpu") is not None, reason="the extension is not built")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_search_with_given_norms_and_in_half_precision(codec, dtype):
     x, codebook, scale, _ = codec(N=500, D=7, K=16, M=3, dtype=dtype)
@@ -169,7 +173,7 @@ def test_search_with_given_norms_and_in_half_precision(codec, dtype):
             torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
+@pytest.mark.skipif(native.why_not("cpu") is not None, reason="the extension is not built")
 def test_threads_of_torch_stay_as_they_were(codec):
     """Also for threads that start later, which torch gives what was set last."""
     x, codebook, scale, _ = codec(N=3000, D=40, K=256, M=3)
@@ -197,7 +201,7 @@ def test_threads_of_torch_stay_as_they_were(codec):
         torch.set_num_threads(before)
 
 
-@pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
+@pytest.mark.skipif(native.why_not("cpu") is not None, reason="the extension is not built")
 def test_native_has_no_second_derivative(codec):
     x, codebook, scale, _ = codec()
     codes = functional.encode(x, codebook, scale)
@@ -207,22 +211,22 @@ def test_native_has_no_second_derivative(codec):
         torch.autograd.grad(scores.sum(), leaf, create_graph=True)
 
 
-@pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
+@pytest.mark.skipif(native.why_not("cpu") is not None, reason="the extension is not built")
 @pytest.mark.parametrize("K", [3, 256, 300])
 @pytest.mark.parametrize("with_offset", [False, True])
 def test_native_norms_have_the_bits_of_the_reference(codec, K, with_offset):
     x, codebook, scale, offset = codec(N=5000, D=5, K=K, M=5)
     codes = functional.encode(x, codebook, scale)
     shift = offset if with_offset else None
-    expected = reference.squared_norms(codes, codebook, scale, shift)
-    assert torch.equal(_native.squared_norms(codes, codebook, scale, shift), expected)
+    expected = definition.squared_norms(codes, Parameters(codebook, scale, shift), "cosine")
+    assert torch.equal(native.squared_norms(codes, Parameters(codebook, scale, shift), "cosine"), expected)
     assert torch.equal(
-        _native.squared_norms(codes[:, :2], codebook, scale[:2], shift),
-        reference.squared_norms(codes[:, :2], codebook, scale[:2], shift),
+        native.squared_norms(codes[:, :2], Parameters(codebook, scale[:2], shift), "cosine"),
+        definition.squared_norms(codes[:, :2], Parameters(codebook, scale[:2], shift), "cosine"),
     )
 
 
-@pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
+@pytest.mark.skipif(native.why_not("cpu") is not None, reason="the extension is not built")
 def test_native_refuses_what_it_cannot_do(codec):
     x, codebook, scale, _ = codec()
     codes = functional.encode(x, codebook, scale)
@@ -267,4 +271,4 @@ def test_cuda_kernel_executed_from_its_ptx(cuda_module, Q, N, K, M):
         state = module.launch(name, grid, 256, [job], shared=4 * K if shared else 0, seed=seed, racecheck=True)
         assert not state.warn
         sums = device.get(pointers[3], np.float32, (Q, N))
-        assert np.array_equal(sums, reference.lookup(table, codes, scale).numpy())
+        assert np.array_equal(sums, definition.lookup(table, codes, scale).numpy())

@@ -20,7 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from drq_fast import _native, reference
+from drq_fast.backends import torch as definition
+from drq_fast.backends.native.extension import native
+from drq_fast.backends.native.search import enqueue
 
 ROOT = Path(__file__).parents[1]
 PTXSIM = Path(os.environ.get("DRQ_PTXSIM") or ROOT.parent / "shared/tools/ptxsim")
@@ -81,7 +83,7 @@ class Case:
         if self.N == 0:
             scores = torch.empty(self.Q, 0)
         else:
-            sums, constants = reference.lookup(given["table"], self.rows, given["scale"]), given["constants"][:, None]
+            sums, constants = definition.lookup(given["table"], self.rows, given["scale"]), given["constants"][:, None]
             scores = (given["norms"] - 2 * sums) + constants if self.metric == "l2" else sums + constants
         if self.metric == "cosine" and self.N:
             lengths = given["lengths"][:, None] * given["norms"].clamp_min(0).sqrt()
@@ -90,7 +92,7 @@ class Case:
         scores = scores[:, kept]
         cost = scores if self.metric == "l2" else -scores
         order = cost.sort(dim=1, stable=True).indices[:, : self.k]
-        return reference.pad_result(scores.gather(1, order), kept[order], self.k, self.metric)
+        return definition.pad_result(scores.gather(1, order), kept[order], self.k, self.metric)
 
     def sizes(self) -> dict[str, int]:
         sizes = {name: getattr(self, name) for name in ("Q", "N", "K", "M", "k", "stride")}
@@ -241,14 +243,14 @@ def in_rounds(host, folder) -> Simulator:
     return Simulator(host, folder, "in_rounds", SMALL_CONSTANTS)
 
 
-def on_gpu(case: Case, enqueue: Callable[[dict[str, int]], None]) -> tuple[Tensor, Tensor]:
-    """What enqueue(job), a search on the GPU, makes of the case."""
+def on_gpu(case: Case, search: Callable[[dict[str, int]], None]) -> tuple[Tensor, Tensor]:
+    """What search(job), a search on the GPU, makes of the case."""
     given = {name: tensor.cuda() for name, tensor in case.tensors.items()}
     scores = torch.empty(case.Q, case.k, device="cuda")
     positions = torch.empty(case.Q, case.k, dtype=torch.int64, device="cuda")
     job = {name: given[name].data_ptr() if name in given else 0 for name in POINTERS}
     job["codes"] += case.lead * case.dtype.itemsize
-    enqueue(job | {"scores": scores.data_ptr(), "positions": positions.data_ptr()} | case.sizes())
+    search(job | {"scores": scores.data_ptr(), "positions": positions.data_ptr()} | case.sizes())
     return scores.cpu(), positions.cpu()
 
 
@@ -330,7 +332,7 @@ def random_case(seed: int) -> Case:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 @pytest.mark.parametrize("case", CASES + ODD_CASES, ids=str)
 def test_bits_of_the_reference_on_a_gpu(case):
-    assert_right(case, *on_gpu(case, lambda job: _native._search_cuda(job, torch.device("cuda"))))
+    assert_right(case, *on_gpu(case, lambda job: enqueue(native.Search(**job), torch.device("cuda"))))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -340,7 +342,7 @@ def test_graphs_on_a_stream_of_their_own(k):
 
     def capture_and_replay(job: dict[str, int]) -> None:
         with torch.cuda.graph(graph, stream=torch.cuda.Stream()):
-            _native._search_cuda(job, torch.device("cuda"))
+            enqueue(native.Search(**job), torch.device("cuda"))
         graph.replay()
         torch.cuda.synchronize()
 

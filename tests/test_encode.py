@@ -11,9 +11,12 @@ import time
 import pytest
 import torch
 
-from drq_fast import BackendUnavailable, _native, fit, functional, reference
+from drq_fast import BackendUnavailable, fit, functional
+from drq_fast import codec as codecs
+from drq_fast.backends.native import extension, threads
+from drq_fast.backends.types import Parameters
 
-needs_native = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
+needs_native = pytest.mark.skipif(extension.native is None, reason="the extension is not built")
 
 
 @pytest.mark.parametrize(
@@ -91,12 +94,12 @@ def test_beam_wider_than_there_are_paths_and_empty_input(codec):
 
 def test_tiles_give_the_same_codes_as_one_piece(codec, monkeypatch):
     x, codebook, scale, offset = codec(N=1000, D=5, K=16, M=3, dtype=torch.float64)
-    monkeypatch.setattr(fit, "_TILE", 100 * 16)
-    tiled = fit.encode(x, codebook, scale, offset)
-    assert torch.equal(tiled, reference.encode(x, codebook, scale, offset=offset))
+    monkeypatch.setattr(codecs, "_BLOCK", 100 * 5)
+    tiled = codecs.encode(x, Parameters(codebook, scale, offset), 1, None)
+    assert torch.equal(tiled, functional.encode(x, codebook, scale, offset=offset, backend="torch"))
 
 
-ISAS = [] if _native.extension is None else _native.extension.supported_isas()
+ISAS = [] if extension.native is None else extension.supported_isas()
 
 
 def excess(x, codebook, scale, codes):
@@ -241,7 +244,7 @@ def test_inference_mode(codec):
         assert functional.loss(x.clone(), codebook, scale, gamma=1.0, backend="native").loss.isfinite()
 
 
-@pytest.mark.skipif(not hasattr(os, "fork") or _native.why_not("cpu") is not None, reason="no fork, or no extension")
+@pytest.mark.skipif(not hasattr(os, "fork") or extension.why_not("cpu") is not None, reason="no fork, or no extension")
 def test_a_forked_process_encodes_and_searches(codec):
     x, codebook, scale, _ = codec(N=3000, D=40, K=256, M=3)
 
@@ -251,7 +254,7 @@ def test_a_forked_process_encodes_and_searches(codec):
         return sum(int(search.positions.sum()) for search in searches)
 
     expected = work()
-    with _native._pools_lock:  # as another thread may at that moment
+    with threads._pools_lock:  # as another thread may at that moment
         child = os.fork()
         if child == 0:
             signal.alarm(30)  # where it hangs, it is killed
@@ -266,7 +269,7 @@ def test_an_interruption_ends_the_work_of_all_threads():
     done, started = [0, 0], threading.Event()
 
     def work(part: int, rows: slice) -> None:
-        for _ in _native.tiles(rows, 1):
+        for _ in threads.tiles(rows, 1):
             started.set()
             done[part] += 1
             time.sleep(0.01)
@@ -278,7 +281,7 @@ def test_an_interruption_ends_the_work_of_all_threads():
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            _native.in_threads(work, 4000)
+            threads.in_threads(work, 4000)
     finally:
         torch.set_num_threads(before)
     at_once = tuple(done)

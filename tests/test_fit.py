@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from drq_fast import RecurrentQuantizer, fit, functional
+from drq_fast.codec import default_weights
 
 F64 = torch.float64
 
@@ -134,7 +135,7 @@ def test_a_beam_counts_the_levels_as_fit_does():
     layer.fit(data(), rounds=4, seed=0)
     options = {"offset": layer.offset, "beam": 4}
     codec = (layer.codebook, layer.scale)
-    assert fit.default_weights(3) == (0.16, 0.1, 1.0)
+    assert default_weights(3) == (0.16, 0.1, 1.0)
     assert torch.equal(
         layer.encode(data(), beam=4), functional.encode(data(), *codec, level_weights=(0.16, 0.1, 1.0), **options)
     )
@@ -337,8 +338,8 @@ def test_interrupted_it_keeps_the_best_so_far(monkeypatch):
             raise KeyboardInterrupt
         return whole(*arguments, **options)
 
-    whole = fit.encode
-    monkeypatch.setattr(fit, "encode", encode)
+    whole = functional.encode_checked
+    monkeypatch.setattr(functional, "encode_checked", encode)
     layer = RecurrentQuantizer(12, 32, 3)
     errors = layer.fit(data(), seed=0)
     assert len(calls) == 5

@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -51,7 +52,8 @@ def test_blocks_of_queries_change_nothing(monkeypatch):
     index = Index(LAYER)
     index.add(X)
     whole = index.search(X[:50], k=7)
-    monkeypatch.setattr(index_module, "_SCORES", 900)
+    monkeypatch.setattr(index_module, "_QUERIES", 9)
+    monkeypatch.setattr(index_module, "_WORK", 1)
     parts = index.search(X[:50], k=7)
     assert torch.equal(whole.ids, parts.ids)
     torch.testing.assert_close(whole.scores, parts.scores)
@@ -268,7 +270,7 @@ def interrupted(change, index, after: int) -> bool:
 
     def trace(frame, event, _):
         nonlocal lines
-        if frame.f_code.co_filename != index_module.__file__:
+        if Path(frame.f_code.co_filename).parent != Path(index_module.__file__).parent:
             return None
         if event == "line":
             lines += 1

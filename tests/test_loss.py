@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from drq_fast import BackendUnavailable, RecurrentQuantizer, _native, _training, functional, reference
+from drq_fast import BackendUnavailable, RecurrentQuantizer, functional
+from drq_fast.backends.native import extension, training
 
-needs_native = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
-ISAS = [] if _native.extension is None else _native.extension.supported_isas()
+needs_native = pytest.mark.skipif(extension.native is None, reason="the extension is not built")
+ISAS = [] if extension.native is None else extension.supported_isas()
 SHAPES = [(1, 1, 2, 1), (1000, 8, 16, 3), (37, 33, 19, 4), (200, 5, 257, 2), (60, 700, 300, 8), (20, 9, 40, 16)]
 NAMES = ("x", "codebook", "scale", "offset")
 ROOT = Path(__file__).parents[1]
@@ -215,7 +216,7 @@ def test_refuses_what_it_cannot_do(codec):
 def test_tiles_change_nothing(codec, monkeypatch):
     inputs = codec(N=500, D=16, K=32, M=4)
     whole = gradients(inputs, "native", gamma=1.0)
-    monkeypatch.setattr(_training, "_TILE", 32 * 9 * 60)
+    monkeypatch.setattr(training, "_TILE", 32 * 9 * 60)
     parts = gradients(inputs, "native", gamma=1.0)
     assert torch.equal(whole[1], parts[1])
     for a, b in zip(whole[2], parts[2], strict=True):
@@ -341,7 +342,7 @@ def test_torch_func_and_forward_mode_take_torch(codec):
 
 def test_reference_loss_is_made_of_distortion(codec):
     x, codebook, scale, offset = codec(dtype=torch.float64)
-    errors = reference.distortion(x, codebook, scale, gamma=1.0, offset=offset)
-    value = reference.loss(x, codebook, scale, gamma=1.0, offset=offset).loss
+    errors = functional.distortion(x, codebook, scale, gamma=1.0, offset=offset, backend="torch")
+    value = functional.loss(x, codebook, scale, gamma=1.0, offset=offset, backend="torch").loss
     hard, soft = errors.hard.sum(1), errors.soft.sum(1)
     torch.testing.assert_close(value, (hard + soft + (hard - soft).abs()).mean())

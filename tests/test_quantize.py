@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from drq_fast import functional, reference
+from drq_fast import functional
 
 F64 = torch.float64
 
@@ -19,7 +19,9 @@ def by_hand(x: float, scale: list[float], gamma: float = math.log(2)) -> tuple:
         torch.tensor([[0.0], [2.0]], dtype=F64),
         torch.tensor(scale, dtype=F64),
     )
-    return reference.quantize(*arguments, gamma=gamma), reference.distortion(*arguments, gamma=gamma)
+    return functional.quantize(*arguments, gamma=gamma, backend="torch"), functional.distortion(
+        *arguments, gamma=gamma, backend="torch"
+    )
 
 
 def test_by_hand():
@@ -47,20 +49,22 @@ def test_tie_goes_to_the_smaller_index():
     quantized, _ = by_hand(1.0, [1.0])
     assert quantized.codes.tolist() == [[0]]
     twins = torch.tensor([[1.0, 2.0]] * 5)
-    assert reference.encode(torch.randn(9, 2), twins, torch.ones(3)).unique().tolist() == [0]
+    assert functional.encode(torch.randn(9, 2), twins, torch.ones(3), backend="torch").unique().tolist() == [0]
 
 
 def test_offset_is_subtracted_and_added_back():
     codebook, scale = torch.tensor([[0.0], [2.0]], dtype=F64), torch.tensor([1.0, 0.5], dtype=F64)
     offset = torch.tensor([10.0], dtype=F64)
-    moved = reference.quantize(torch.tensor([[13.0]], dtype=F64), codebook, scale, gamma=math.log(2), offset=offset)
+    moved = functional.quantize(
+        torch.tensor([[13.0]], dtype=F64), codebook, scale, gamma=math.log(2), offset=offset, backend="torch"
+    )
     assert moved.hard.item() == pytest.approx(13)
     assert moved.soft.item() == pytest.approx(10 + 8 / 5 + 2 / 3)
 
 
 def test_one_codeword():
     x, codebook = torch.tensor([[3.0, 4.0]], dtype=F64), torch.zeros(1, 2, dtype=F64)
-    errors = reference.distortion(x, codebook, torch.ones(2, dtype=F64), gamma=1.0)
+    errors = functional.distortion(x, codebook, torch.ones(2, dtype=F64), gamma=1.0, backend="torch")
     assert errors.codes.tolist() == [[0, 0]]
     assert errors.hard.tolist() == errors.soft.tolist() == [[5, 5]]
 
@@ -69,7 +73,7 @@ def test_zero_distance_has_a_finite_gradient():
     codebook = torch.tensor([[1.0, 2.0], [3.0, 5.0]], requires_grad=True)
     x = codebook.detach().clone().requires_grad_()
     scale = torch.tensor([1.0, 0.5, 0.0], requires_grad=True)
-    errors = reference.distortion(x, codebook, scale, gamma=5.0)
+    errors = functional.distortion(x, codebook, scale, gamma=5.0, backend="torch")
     assert errors.hard[:, 0].tolist() == [0, 0]
     (errors.hard.sum() + errors.soft.sum() + errors.joint.sum()).backward()
     for leaf in (x, codebook, scale):
@@ -113,8 +117,8 @@ def test_gradcheck(codec):
     leaves = [t.requires_grad_() for t in codec(4, 3, 5, 3, F64)]
 
     def both(x, codebook, scale, offset):
-        soft, hard, _ = reference.quantize(x, codebook, scale, gamma=0.9, offset=offset)
-        errors = reference.distortion(x, codebook, scale, gamma=0.9, offset=offset)
+        soft, hard, _ = functional.quantize(x, codebook, scale, gamma=0.9, offset=offset, backend="torch")
+        errors = functional.distortion(x, codebook, scale, gamma=0.9, offset=offset, backend="torch")
         return soft, hard, errors.hard, errors.soft, errors.joint
 
     assert torch.autograd.gradcheck(both, leaves)

@@ -10,10 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from drq_fast import _native, functional, reference
+from drq_fast import functional
+from drq_fast.backends import native
+from drq_fast.backends import torch as definition
+from drq_fast.backends.native import extension
+from drq_fast.backends.native.search import scan_given
+from drq_fast.backends.types import Parameters, SearchResult
 
-pytestmark = pytest.mark.skipif(_native.why_not("cpu") is not None, reason="the extension is not built")
-ISAS = _native.extension.supported_isas() if _native.extension else []
+pytestmark = pytest.mark.skipif(extension.why_not("cpu") is not None, reason="the extension is not built")
+ISAS = extension.supported_isas()
 METRICS = ["l2", "ip", "cosine"]
 
 
@@ -35,7 +40,7 @@ class Case(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    prepared: reference.Prepared
+    prepared: definition.Prepared
     codes: Tensor
     scale: Tensor
     norms: Tensor | None
@@ -56,19 +61,19 @@ def inputs_of(case: Case, D: int = 12) -> Inputs:
     norms = None
     if case.metric != "ip":
         shift = offset if case.metric == "cosine" else None
-        norms = reference.squared_norms(codes.int() & 0xFFFF, codebook, scale, shift)
-    return Inputs(reference.prepare(query, codebook, offset, case.metric), codes, scale, norms, keep)
+        norms = definition.squared_norms(codes, Parameters(codebook, scale, shift), "cosine")
+    return Inputs(definition.prepare(query, codebook, offset, case.metric), codes, scale, norms, keep)
 
 
-def expected_of(case: Case, inputs: Inputs) -> reference.SearchResult:
+def expected_of(case: Case, inputs: Inputs) -> SearchResult:
     """All scores, sorted: the definition."""
     rows = torch.arange(case.N) if inputs.keep is None else inputs.keep.nonzero().squeeze(1)
-    sums = reference.lookup(inputs.prepared.table, inputs.codes[rows].int() & 0xFFFF, inputs.scale)
+    sums = definition.lookup(inputs.prepared.table, inputs.codes[rows].int() & 0xFFFF, inputs.scale)
     norms = None if inputs.norms is None else inputs.norms[rows]
-    scores = reference.scores_of(sums, norms, inputs.prepared, case.metric)
+    scores = definition.scores_of(sums, norms, inputs.prepared, case.metric)
     cost = scores if case.metric == "l2" else -scores
     order = cost.sort(dim=1, stable=True).indices[:, : case.k]
-    return reference.pad_result(scores.gather(1, order), rows[order], case.k, case.metric)
+    return definition.pad_result(scores.gather(1, order), rows[order], case.k, case.metric)
 
 
 def check(case: Case, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +81,7 @@ def check(case: Case, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = inputs_of(case)
     scores = torch.full((case.Q, case.k), float("nan"))
     positions = torch.full((case.Q, case.k), -7)
-    _native.scan(
+    scan_given(
         inputs.prepared,
         inputs.codes,
         inputs.scale,
@@ -189,9 +194,9 @@ def test_values_that_are_hard_to_bound(isa, metric, Q, monkeypatch):
             if change == "zero norms":
                 norms[::3] = 0
                 norms[1::5] = -1e-6
-        changed = Inputs(reference.Prepared(table, constants, lengths), inputs.codes, scale, norms, None)
+        changed = Inputs(definition.Prepared(table, constants, lengths), inputs.codes, scale, norms, None)
         scores, positions = torch.empty(Q, 10), torch.empty(Q, 10, dtype=torch.int64)
-        _native.scan(changed.prepared, changed.codes, scale, scores, positions, metric, norms)
+        scan_given(changed.prepared, changed.codes, scale, scores, positions, metric, norms)
         expected = expected_of(case, changed)
         assert torch.equal(positions, expected.positions), change
         assert torch.equal(scores.nan_to_num(nan=7), expected.scores.nan_to_num(nan=7)), change
@@ -206,7 +211,7 @@ def test_one_query_of_any_size(isa, metric, size, monkeypatch):
     codes = torch.randint(256, (20000, 4), generator=generator, dtype=torch.uint8)
     codebook, scale = torch.randn(256, 16, generator=generator), 0.7 ** torch.arange(4)
     query = size * torch.randn(1, 16, generator=generator)
-    norms = functional.squared_norms(codes, codebook, scale, None)
+    norms = native.squared_norms(codes, Parameters(codebook, scale, None), "l2")
     given = {"k": 10, "metric": metric, "norms": None if metric == "ip" else norms}
     expected = functional.search(query, codes, codebook, scale, **given, backend="torch")
     found = functional.search(query, codes, codebook, scale, **given)

@@ -9,10 +9,13 @@ import time
 import pytest
 import torch
 
-from drq_fast import _native, functional, reference
+from drq_fast import functional
+from drq_fast.backends import torch as definition
+from drq_fast.backends.native import extension
+from drq_fast.backends.types import Parameters
 
 METRICS = ["l2", "ip", "cosine"]
-needs_native = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
+needs_native = pytest.mark.skipif(extension.native is None, reason="the extension is not built")
 BACKENDS = ["torch", pytest.param("native", marks=needs_native)]
 
 
@@ -72,8 +75,8 @@ def test_norms_may_be_given(codec):
     x, codebook, scale, offset = codec()
     codes = functional.encode(x, codebook, scale, offset=offset)
     for metric, norms in (
-        ("l2", reference.squared_norms(codes[:, :2], codebook, scale)),
-        ("cosine", reference.squared_norms(codes[:, :2], codebook, scale, offset)),
+        ("l2", definition.squared_norms(codes[:, :2], Parameters(codebook, scale, None), "l2")),
+        ("cosine", definition.squared_norms(codes[:, :2], Parameters(codebook, scale, offset), "cosine")),
     ):
         options = {"k": 7, "offset": offset, "metric": metric, "levels": 2}
         plain = functional.search(x[:3], codes, codebook, scale, **options)
@@ -93,32 +96,33 @@ def test_scores_are_differentiable_in_the_query(codec, metric):
 
 def test_rank_keeps_nan_last():
     scores = torch.tensor([[3.0, float("nan"), 1.0, float("nan"), 2.0] + [9.0] * 20])
-    assert reference.rank(scores, 3, "l2").tolist() == [[2, 4, 0]]
-    assert reference.rank(scores[:, :5], 5, "ip").tolist() == [[0, 4, 2, 1, 3]]
+    assert definition.rank(scores, 3, "l2").tolist() == [[2, 4, 0]]
+    assert definition.rank(scores[:, :5], 5, "ip").tolist() == [[0, 4, 2, 1, 3]]
 
 
 @needs_native
 def test_an_interruption_ends_a_search_between_batches(monkeypatch):
-    scanned, started = [], threading.Event()
+    scanned, started, scan = [], threading.Event(), extension.native.search_cpu
 
-    def scan(*_: object) -> None:
+    def slow_scan(*arguments: object) -> int:
         started.set()
         scanned.append(1)
         time.sleep(0.005)
+        return scan(*arguments)
 
     def interrupt() -> None:
         started.wait()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    monkeypatch.setattr(_native, "scan", scan)
-    monkeypatch.setattr(_native, "_KEYS", 256)  # batches of one query
+    monkeypatch.setattr(extension.native, "search_cpu", slow_scan)
+    monkeypatch.setattr("drq_fast.backends.native.search._QUERIES", 1)  # of a batch
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     query, codebook = torch.randn(2048, 256), torch.randn(256, 256)
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            _native.search(query, torch.zeros(9, 1, dtype=torch.uint8), codebook, torch.ones(1), k=1, metric="ip")
+            functional.search(query, torch.zeros(9, 1, dtype=torch.uint8), codebook, torch.ones(1), k=1, metric="ip")
     finally:
         torch.set_num_threads(before)
     assert len(scanned) < 1024

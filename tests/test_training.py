@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drq_fast import BackendUnavailable, RecurrentQuantizer, _native, _training, functional
+from drq_fast import BackendUnavailable, RecurrentQuantizer, functional
+from drq_fast.backends.native import extension, training
 
-pytestmark = pytest.mark.skipif(_native.extension is None, reason="the extension is not built")
-ISAS = [] if _native.extension is None else _native.extension.supported_isas()
+pytestmark = pytest.mark.skipif(extension.native is None, reason="the extension is not built")
+ISAS = [] if extension.native is None else extension.supported_isas()
 SHAPES = [(1, 1, 2, 1), (1000, 8, 16, 3), (37, 33, 19, 4), (200, 5, 257, 2), (60, 700, 300, 8), (20, 9, 40, 16)]
 NAMES = ("x", "codebook", "scale", "offset")
 OPERATIONS = pytest.mark.parametrize("op", [functional.distortion, functional.quantize], ids=lambda op: op.__name__)
@@ -93,8 +94,8 @@ def test_a_tensor_gamma_is_looked_at(codec, op, gamma):
 
 
 def test_few_rows_need_the_sums_of_one_thread(codec, monkeypatch):
-    made, plain = [], _training._Sums
-    monkeypatch.setattr(_training, "_Sums", lambda codec: made.append(plain(codec)) or made[-1])
+    made, plain = [], training._Sums
+    monkeypatch.setattr(training, "_Sums", lambda codec: made.append(plain(codec)) or made[-1])
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -166,10 +167,10 @@ def test_the_same_twice_and_in_parts(codec, monkeypatch, op):
     first, again = (run(op, inputs, gamma=1.0) for _ in range(2))
     for a, b in zip(first[0] + first[2], again[0] + again[2], strict=True):
         assert torch.equal(a, b)
-    monkeypatch.setattr(_training, "_TILE", 32 * 9 * 60)
+    monkeypatch.setattr(training, "_TILE", 32 * 9 * 60)
     tiles = run(op, inputs, gamma=1.0)
     assert all(torch.equal(a, b) for a, b in zip(first[0], tiles[0], strict=True))
-    monkeypatch.setattr(_training, "_BLOCK", 32 * 300)
+    monkeypatch.setattr(training, "_BLOCK", 32 * 300)
     blocks = run(op, inputs, gamma=1.0)
     assert torch.equal(first[1], blocks[1])
     for a, b, c in zip(first[2], tiles[2], blocks[2], strict=True):
@@ -228,15 +229,15 @@ def test_nothing_is_prepared_for_gradients_that_are_switched_off(codec, monkeypa
     x, codebook, scale, _ = codec(N=50, D=8, K=16, M=3)
     codebook.requires_grad_()
     asked = []
-    for name, flag in (("loss", "gradients"), ("distortion", "keep"), ("quantize", "keep")):
-        plain = getattr(_training, name)
-        monkeypatch.setattr(
-            _training, name, lambda *a, plain=plain, flag=flag, **kw: (asked.append(kw[flag]), plain(*a, **kw))[1]
-        )
+    plain = training.Recursion.each
+    monkeypatch.setattr(
+        training.Recursion, "each", lambda *a, **kw: (asked.append(kw.get("scores")), plain(*a, **kw))[1]
+    )
+    monkeypatch.setattr(training.Totals, "__init__", lambda *_: pytest.fail("gradients are added up"))
     with off():
         for op in (functional.loss, functional.distortion, functional.quantize):
             op(x, codebook, scale, gamma=1.0, backend="native")
-    assert asked == [False] * 3
+    assert asked == [None] * 3  # no scores are kept
 
 
 @OPERATIONS

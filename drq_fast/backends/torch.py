@@ -239,7 +239,7 @@ def squared_norms(codes: Tensor, codec: Parameters, metric: str) -> Tensor:
 
 
 def numbers(codes: Tensor) -> Tensor:
-    """Codes to compute with: two-byte codes, which an index stores bit for bit in int16, as int32; others as they are."""
+    """Codes to compute with: two-byte codes, which an index stores bit for bit in int16, become int32."""
     return codes.to(torch.int32) & 0xFFFF if codes.dtype == torch.int16 else codes
 
 

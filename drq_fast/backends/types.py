@@ -13,7 +13,7 @@ Table = TypeVar("Table")
 
 
 class Parameters:
-    """codebook [K, D], scale [M], offset [D] or None, of any float dtype, with the tables that backends derive from them.
+    """codebook [K, D], scale [M], offset [D] or None, of any float dtype, and tables that backends derive from them.
 
     Every derived table is computed once and kept with the object, so the object must not outlive a change of its
     tensors: `drq_fast.Codec` owns copies, and the functions of `drq_fast.functional` make an object for each call.

@@ -27,7 +27,7 @@ def checked_ids(op: str, ids: Any, device: torch.device) -> Tensor:
 
 
 class _Run(NamedTuple):
-    """Rows first..last that are sorted by id, equal ids by age. ids and rows are None where they are in order as stored."""
+    """Rows first..last, sorted by id, equal ids by age; ids and rows are None where they are stored in order."""
 
     first: int
     last: int

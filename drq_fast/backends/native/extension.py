@@ -15,7 +15,9 @@ MAX_CUDA_LEVELS = 64  # that the CUDA search holds
 
 _import_error = ""
 try:
-    from ... import _C as native
+    from ... import _C
+
+    native = _C
 except ImportError as error:
     native = None  # type: ignore[assignment]  # `why_not` says so before anybody calls it
     _import_error = str(error)

@@ -30,7 +30,7 @@ def loss(
 
 
 class _Loss(torch.autograd.Function):
-    """Forms the gradients in the forward pass, because the weights of a scalar are known there; backward returns them."""
+    """Forms the gradients in the forward pass, where the weights of a scalar are known; backward returns them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, *settings: Any) -> Any:
@@ -69,7 +69,8 @@ def _compute(
     gradients: bool,
 ) -> tuple[Tensor, Tensor, Gradients | None]:
     """(loss, codes [N, M] int64, gradients if wanted): three products of N K D and 2 M of N K K."""
-    terms = LossTerms(omega, *(weight / max(len(x), 1) for weight in weights), joint == "gap")
+    of_hard, of_soft, of_joint = (weight / max(len(x), 1) for weight in weights)
+    terms = LossTerms(omega, of_hard, of_soft, of_joint, joint == "gap")
     recursion = Recursion(x, codec, gamma, terms)
     if not gradients:
         values = torch.zeros(torch.get_num_threads(), dtype=torch.float64, device="cpu")

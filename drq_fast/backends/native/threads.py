@@ -110,7 +110,7 @@ def single_threaded(compute: Callable[[], Result]) -> Result:
 
 
 def without_dead_threads(compute: Callable[[], Result]) -> Result:
-    """compute() as it is or, in a forked process, single-threaded: torch's OpenMP would wait for its parent's threads."""
+    """compute(); single-threaded in a forked process, where torch's OpenMP would wait for threads of the parent."""
     return single_threaded(compute) if _forked else compute()
 
 

@@ -47,7 +47,7 @@ class Chosen(NamedTuple):
 
 
 class LossTerms(NamedTuple):
-    """How errors add up to a loss: omega [M] of the levels, weights of E_h, E_s and E_j for one vector, and which E_j."""
+    """How errors add up to a loss: omega [M] of the levels, weights of E_h, E_s, E_j per vector, which E_j."""
 
     omega: Tensor
     of_hard: float
