@@ -143,7 +143,7 @@ class RecurrentQuantizer(nn.Module):
 
         >>> index = drq_fast.Index(layer.codec())
         """
-        self._require_initialised("codec")
+        self.require_initialised("codec")
         with torch.no_grad():
             return Codec(self.codebook, self.scale, self.offset, level_weights=self.level_weights)
 
@@ -153,7 +153,7 @@ class RecurrentQuantizer(nn.Module):
 
         >>> codes = layer.encode(x, beam=16)
         """
-        self._require_initialised("encode")
+        self.require_initialised("encode")
         return codecs.encode(x, self._as_codec(), beam, self.level_weights)
 
     @torch.no_grad()
@@ -162,7 +162,7 @@ class RecurrentQuantizer(nn.Module):
 
         >>> x_hat = layer.decode(codes, levels=2)
         """
-        self._require_initialised("decode")
+        self.require_initialised("decode")
         return codecs.decode(codes, self._as_codec(), levels)
 
     def _as_codec(self) -> Parameters:
@@ -288,7 +288,7 @@ class RecurrentQuantizer(nn.Module):
 
         Call it now and then from the training loop. With torch.distributed rank 0 decides and broadcasts.
         """
-        self._require_initialised("revive")
+        self.require_initialised("revive")
         data, seed = self._data("revive", x), checks.seed("revive", seed)
         before = self.codebook.detach().clone()
         self._on_rank_zero("revive", lambda: self._revive(data, seed))
@@ -303,7 +303,7 @@ class RecurrentQuantizer(nn.Module):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes parameters and constructor arguments to a safetensors file, atomically."""
-        self._require_initialised("save")
+        self.require_initialised("save")
         for name, tensor in self.state_dict().items():
             checks.finite("save", name, tensor)
         files.write(path, "quantizer", dict(self.state_dict()), self._config())
@@ -343,7 +343,7 @@ class RecurrentQuantizer(nn.Module):
         if torch.compiler.is_compiling():
             raise RuntimeError("RecurrentQuantizer: call layer.initialise(x) before a compiled forward.")
         if not self.training:
-            self._require_initialised("forward")
+            self.require_initialised("forward")
         self.initialise(x)
 
     def _data(self, op: str, x: Any) -> Tensor:
@@ -354,7 +354,8 @@ class RecurrentQuantizer(nn.Module):
         checks.floating(op, "x", values, device=self.codebook.device)
         return checks.rows(op, "x", values, self.dim).detach().float()
 
-    def _require_initialised(self, op: str) -> None:
+    def require_initialised(self, op: str) -> None:
+        """RuntimeError unless the layer has seen data or loaded weights."""
         if not self.initialised:
             raise RuntimeError(
                 f"{op}: the layer has not seen data yet; call layer.initialise(x), train it or load its weights first."

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from drq_fast import functional
+from drq_fast.backends import torch as definition
+from drq_fast.backends.types import Parameters
 
 F64 = torch.float64
 
@@ -64,7 +66,7 @@ def test_offset_is_subtracted_and_added_back():
 
 def test_one_codeword():
     x, codebook = torch.tensor([[3.0, 4.0]], dtype=F64), torch.zeros(1, 2, dtype=F64)
-    errors = functional.distortion(x, codebook, torch.ones(2, dtype=F64), gamma=1.0, backend="torch")
+    errors = definition.distortion(x, Parameters(codebook, torch.ones(2, dtype=F64), None), 1.0)
     assert errors.codes.tolist() == [[0, 0]]
     assert errors.hard.tolist() == errors.soft.tolist() == [[5, 5]]
 

@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import checks
+from . import native
+from . import torch as plain_torch
 from .native import extension
 from .types import Parameters
 
@@ -88,12 +90,13 @@ def choose(
         return _module(faster)
     if faster == "native":
         _warn_once_if_not_built()
-    return _module("torch")
+    return plain_torch
 
 
-@functools.cache
 def _module(name: str) -> ModuleType:
-    return importlib.import_module(f".{name}", __name__)
+    if name == "torch":
+        return plain_torch
+    return native if name == "native" else importlib.import_module(".triton", __name__)
 
 
 def why_not(backend: str, op: str, device: str) -> str | None:

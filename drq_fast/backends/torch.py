@@ -144,7 +144,9 @@ def prepare(query: Tensor, codebook: Tensor, offset: Tensor | None, metric: str)
         query = query if offset is None else query - offset
         return Prepared(query @ codebook.T, query.square().sum(dim=1), None)
     constants = query.new_zeros(len(query)) if offset is None else query @ offset
-    return Prepared(query @ codebook.T, constants, _norm(query) if metric == "cosine" else None)
+    return Prepared(
+        query @ codebook.T, constants, _nearest_root(query.square().sum(dim=1)) if metric == "cosine" else None
+    )
 
 
 def scores_of(sums: Tensor, norms: Tensor | None, prepared: Prepared, metric: str) -> Tensor:
@@ -157,8 +159,7 @@ def scores_of(sums: Tensor, norms: Tensor | None, prepared: Prepared, metric: st
         return (norms - 2 * sums) + constants
     assert lengths is not None
     inner = sums + constants
-    # torch's own root in float32 may be off by the last bit; by way of float64 it is the nearest number everywhere.
-    both = lengths[:, None] * _sqrt(norms.double()).to(norms.dtype)
+    both = lengths[:, None] * _nearest_root(norms)
     return torch.where(both > 0, inner / torch.where(both > 0, both, 1), 0)
 
 
@@ -341,6 +342,11 @@ def _wide(*tensors: Tensor | None) -> tuple:  # type: ignore[type-arg]  # as man
     """All tensors in one dtype: the widest among them, at least float32."""
     dtype = reduce(torch.promote_types, (t.dtype for t in tensors if t is not None), torch.float32)
     return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def _nearest_root(squared: Tensor) -> Tensor:
+    """The square root, correctly rounded: torch's own in float32 may be off by the last bit, that of float64 is not."""
+    return _sqrt(squared.double()).to(squared.dtype)
 
 
 def _norm(v: Tensor) -> Tensor:

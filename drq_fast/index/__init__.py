@@ -51,7 +51,9 @@ class Index:
         if not isinstance(codec, (Codec, RecurrentQuantizer)):
             checks.fail("Index", "codec", "a Codec or a RecurrentQuantizer", type(codec).__name__, error=TypeError)
         checks.choice("Index", "metric", metric, checks.METRICS)
-        codec = codec.codec() if isinstance(codec, RecurrentQuantizer) else codec
+        if isinstance(codec, RecurrentQuantizer):
+            codec.require_initialised("Index")
+            codec = codec.codec()
         codec = codec.to(checks.device("Index", device, codec.device))
         with modes.plain(codec.device):
             codes = torch.empty(0, codec.levels, dtype=file.storage(codec.codewords), device=codec.device)
@@ -314,6 +316,8 @@ class Index:
         self, query: Tensor, k: int, codes: Tensor, known: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(scores [Q, k], rows [Q, k]); in blocks of queries with a progress bar where it takes long."""
+        if query.dtype == torch.float64:
+            checks.finite("search", "query", query, torch.float32)
         if query.dtype != torch.float32 or query.device != self.device:
             query = query.to(self.device, torch.float32)
         unsupported = backends.cannot_search(query, codes, self.codec, known)
