@@ -12,6 +12,7 @@ PACKAGE = ROOT / "drq_fast"
 
 # Each floor may import from the floors below it.
 FLOORS = [
+    ["constants"],
     ["checks", "modes", "_C"],
     ["reference", "kernels", "files"],
     ["_native"],
@@ -20,13 +21,10 @@ FLOORS = [
     ["functional", "codes"],
     ["fit"],
     ["quantizer"],
-    ["index", "vectors"],
-    ["run"],
+    ["index"],
     ["retrieval"],
     ["__init__"],
-    ["info"],
-    ["commands"],
-    ["cli"],
+    ["app"],
     ["__main__"],
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}

@@ -20,9 +20,9 @@ from torch import Tensor
 from .. import checks
 from ..files import FileError, read_array
 from ..index import Index
-from ..run import Run
-from .datasets import Items
-from .experiment import Experiment
+from ..retrieval.datasets import Items
+from ..retrieval.experiment import Experiment
+from .run import Run
 
 if TYPE_CHECKING:
     from .report import Part
@@ -97,8 +97,7 @@ def choose(labels: Tensor, count: int) -> list[int]:
 
 def query_features(run: Run, dim: int) -> Tensor:
     """The features [Q, dim] of the queries, which `evaluate` has written."""
-    if not run.queries.exists():
-        raise FileNotFoundError(f"run: {run.queries} is not there; `drq-fast evaluate {run.folder} --force` makes it.")
+    run.need(run.queries, f"`drq-fast evaluate {run.folder} --force`")
     query = read_array("report", run.queries, mmap=True)
     if query.dtype != np.float32 or query.ndim != 2 or query.shape[1] != dim:
         raise FileError(f"report: {run.queries} must hold float32 [Q, {dim}], got {query.dtype} {list(query.shape)}.")

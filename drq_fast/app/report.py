@@ -18,10 +18,10 @@ from torch import Tensor
 from .. import checks
 from ..files import FileError
 from ..quantizer import RecurrentQuantizer
-from ..run import Run
+from ..retrieval.experiment import Experiment
+from ..retrieval.settings import PROTOCOLS
 from . import page
-from .experiment import Experiment
-from .protocols import PROTOCOLS
+from .run import Run
 
 _PACKAGES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "PIL": "pillow"}
 _SAME_SPLIT = ("command", "data", "labels", "root", "protocol", "train", "query", "seed")
@@ -100,7 +100,7 @@ def write(
         _same_data(parts[0], parts[1], beside)
         parts = _distinct_names(parts, (run, beside))
     first = parts[0]
-    experiment = Experiment.of(run) if first.labelled else None
+    experiment = run.experiment() if first.labelled else None
     pixels = _pixels(experiment, images)
     with run.writing(), _replaced(folder) as partial:
         if experiment is None:

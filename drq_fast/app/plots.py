@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from .experiment import Experiment
+from ..retrieval.experiment import Experiment
 
 if TYPE_CHECKING:
     from .report import Part
