@@ -15,9 +15,7 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NoReturn
-
-from .options import parse
+from typing import Any, NoReturn
 
 
 class _Interrupted(BaseException):
@@ -27,7 +25,9 @@ class _Interrupted(BaseException):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
     name = "drq-fast"
-    try:
+    try:  # imports are inside it, so that Ctrl-C is caught while they run
+        from .options import parse
+
         options = parse(arguments)
         name = options.prog
         with _interruptible():
@@ -54,19 +54,26 @@ def _failed(message: str, code: int) -> int:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Raises _Interrupted after Ctrl-C, even if an import has swallowed the exception or replaced it by another."""
-    interrupted = False
+    """Raises _Interrupted after Ctrl-C, even if the code inside swallows the exception or replaces it by another.
+
+    Python itself swallows, and prints, exceptions of signal handlers that run in a callback, as imports have them.
+    """
+    interrupted, hook = False, sys.unraisablehook
 
     def interrupt(*_: object) -> NoReturn:
         nonlocal interrupted
         interrupted = True
         raise _Interrupted
 
+    def unraisable(event: Any) -> None:
+        if event.exc_type is not _Interrupted:
+            hook(event)
+
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # a shell sets this for background jobs
     if ignored or threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, interrupt)
+    before, sys.unraisablehook = signal.signal(signal.SIGINT, interrupt), unraisable
     try:
         yield
     except Exception:
@@ -74,6 +81,7 @@ def _interruptible() -> Iterator[None]:
             raise
     finally:
         signal.signal(signal.SIGINT, before)
+        sys.unraisablehook = hook
     if interrupted:
         raise _Interrupted
 
