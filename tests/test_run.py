@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from drq_fast import RecurrentQuantizer
+from drq_fast import RecurrentQuantizer, files
 from drq_fast.app import commands
 from drq_fast.app import run as runs
 from drq_fast.app.vectors import VectorFiles
@@ -151,6 +151,23 @@ def test_a_network_that_is_lost_is_not_trained_again(shell):
     shell.ok("train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20")
     Path("run/checkpoint.safetensors").unlink()
     assert "so the network is lost" in shell.refused("evaluate", "run")
+
+
+def test_commands_read_model_and_codes_once(shell, monkeypatch):
+    load, read, opened = RecurrentQuantizer.load, files.read_array, []
+    monkeypatch.setattr(RecurrentQuantizer, "load", lambda path: opened.append("model") or load(path))
+    monkeypatch.setattr(files, "read_array", lambda op, path: opened.append("codes") or read(op, path))
+    shell.ok("fit", "run", "x.npy", *shell.FIT)
+    assert opened == []
+    for command, expected in (
+        (["encode", "run", "x.npy"], ["model"]),
+        (["index", "run"], ["model", "codes"]),
+        (["search", "run", "q.npy"], []),
+        (["evaluate", "run", "--queries", "q.npy"], ["model", "codes"]),
+    ):
+        opened.clear()
+        shell.ok(*command)
+        assert opened == expected
 
 
 def test_codes_of_another_model_are_refused(shell):

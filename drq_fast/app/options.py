@@ -57,7 +57,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     parser = _Parser(
         prog="drq-fast",
         description="Deep Recurrent Quantization: one training, and codes of vectors that can be cut at any length.\n\n"
-        "Every command works on a run, which is a folder. For vectors without labels, call fit, encode, index and\n"
+        "Commands work on a run, which is a folder. For vectors without labels, call fit, encode, index and\n"
         "search. For the paper's image retrieval, call train, evaluate and report.",
         epilog="example:\n  drq-fast fit run vectors.npy && drq-fast encode run vectors.npy && drq-fast index run\n"
         "  drq-fast search run queries.npy --bits 16",
