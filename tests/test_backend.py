@@ -133,6 +133,6 @@ def test_the_command_and_the_module(tmp_path):
 def test_works_without_triton(tmp_path):
     """A package named triton that cannot be imported stands for one that is not there."""
     (tmp_path / "triton.py").write_text("raise ImportError('no triton')")
-    script = "import drq_fast, sys; assert 'triton' not in sys.modules; drq_fast.RecurrentQuantizer(4)"
+    script = "import drq_fast, sys; drq_fast.RecurrentQuantizer(4); assert 'triton' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
