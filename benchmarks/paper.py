@@ -29,10 +29,10 @@ from torch import Tensor
 
 from drq_fast import RecurrentQuantizer, files
 from drq_fast.retrieval.evaluate import evaluate_codes, evaluate_vectors
-from drq_fast.retrieval.experiment import Experiment, Settings
+from drq_fast.retrieval.experiment import Experiment
 from drq_fast.retrieval.model import Model
-from drq_fast.retrieval.protocols import PROTOCOLS, Split
-from drq_fast.retrieval.train import Config
+from drq_fast.retrieval.protocols import Split
+from drq_fast.retrieval.settings import PROTOCOLS, Config, Settings
 
 LEVELS = 4
 PAPER = {  # AlexNet, fine-tuned
@@ -325,7 +325,7 @@ def main() -> None:
     text = table(task, runs, command + (f' --name "{options.name}"' if options.name else ""), options.name or "paper")
     show(text, options.name)
     if options.curve:
-        from drq_fast.retrieval.plots import draw_losses  # needs matplotlib
+        from drq_fast.app.plots import draw_losses  # needs matplotlib
 
         draw_losses(options.curve, runs["none"][0].history, options.name or "paper")
 

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-METRICS = ("l2", "ip", "cosine")
+from .constants import METRICS as METRICS
+
 MAX_CODEWORDS = 65536
 MAX_BEAM = 4096  # a wider one has never been worth its memory
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of normal float32

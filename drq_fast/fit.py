@@ -13,11 +13,11 @@ from tqdm import tqdm
 from . import checks, functional
 from .backends.torch import FLOOR
 from .backends.types import Parameters
+from .constants import ROUNDS as ROUNDS
 
 _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] block that stays in cache
 _SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
 _SEEDED = 4096  # codewords up to which k-means++ chooses them one by one
-ROUNDS = 120  # of `layer.fit`
 NOISE = 0.2  # standard deviation of what is added to a codeword in the first round, in those of x
 _STRIDE = 1.7  # how far a round goes on the way to the refitted codebook: beyond it, where the codes will follow
 

@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from drq_fast.cli import main as drq_fast
+from drq_fast.app.cli import main as drq_fast
 
 SIDE = 40  # pixels of a digit on the page; the data have 8, and get a margin
 

@@ -13,7 +13,8 @@ import argparse
 from pathlib import Path
 
 from drq_fast.retrieval.evaluate import evaluate_codes
-from drq_fast.retrieval.experiment import Experiment, Settings
+from drq_fast.retrieval.experiment import Experiment
+from drq_fast.retrieval.settings import Settings
 
 
 def main() -> None:

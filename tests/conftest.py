@@ -18,8 +18,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
 torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # fills torch.empty with NaN, too
 
-from drq_fast import cli  # noqa: E402
-from drq_fast.run import Run  # noqa: E402
+from drq_fast.app import cli  # noqa: E402
+from drq_fast.app.run import Run  # noqa: E402
 
 # Largest error of a result, relative to the largest entry of the float64 reference.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from drq_fast import Index, RecurrentQuantizer, cli
+from drq_fast import Index, RecurrentQuantizer
+from drq_fast.app import cli
 from drq_fast.files import fingerprint
 
 TRAIN = ["--train", "20", "--query", "5", "--hidden", "32", "--dim", "48", "--codewords", "16", "--levels", "3"]
@@ -108,7 +109,7 @@ def test_the_papers_way(shell):
     shell.ok("index", "run")
     assert len(shell.ok("search", "run").splitlines()) == 15
     assert Index.load("run/index.drq").metric == "ip"
-    assert "is there already" in shell.refused(*command)
+    assert "exists already" in shell.refused(*command)
     said = shell.refused(*command, "--margin", "0.25")
     assert "margin is 0.5 there and 0.25 here" in said
     shell.ok(*command, "--margin", "0.25", "--force")
@@ -146,7 +147,7 @@ def test_nothing_is_replaced_unasked(shell):
         ["evaluate", "run", "--queries", "q.npy"],
         ["search", "run", "q.npy", "--out", "found.npz"],
     ):
-        assert "is there already; --force replaces it" in shell.refused(*command)
+        assert "exists already; --force replaces it" in shell.refused(*command)
     assert shell.tree() == before
 
 
@@ -167,16 +168,16 @@ WRONG = [
     (["fit", "new", "x.npy", "--codewords", "1"], "codewords must be"),
     (["fit", "new", "x.npy", "--sample", "0"], "sample must be"),
     (["fit", "run", "run/codes.npy", "--force"], "outside of run"),
-    (["encode", "new", "x.npy"], "new is not there; `drq-fast fit` or `train` makes a run"),
+    (["encode", "new", "x.npy"], "new does not exist; `drq-fast fit` or `train` makes a run"),
     (["encode", "run", "narrow.npy", "--force"], "of 16 dimensions, as the model is, got 3"),
     (["encode", "run", "nan.npy", "--force"], "row 11 of nan.npy is not finite"),
     (["encode", "run", "--force"], "was fitted without labels"),
     (["encode", "run", "x.npy", "--beam", "0", "--force"], "beam must be"),
-    (["index", "new"], "new is not there"),
+    (["index", "new"], "new does not exist"),
     (["index", "run", "--ids", "missing.npy", "--force"], "missing.npy cannot be read"),
     (["index", "run", "--ids", "x.npy", "--force"], "ids must be"),
     (["index", "run", "--ids", "twice.npy", "--force"], "ids must be unique"),
-    (["search", "new", "q.npy"], "new is not there"),
+    (["search", "new", "q.npy"], "new does not exist"),
     (["search", "run"], "queries must be a file of vectors"),
     (["search", "run", "narrow.npy"], "of 16 dimensions, as the index is, got 3"),
     (["search", "run", "q.npy", "--bits", "5"], "bits must be one of 4, 8, 12, got 5"),
@@ -184,11 +185,11 @@ WRONG = [
     (["search", "run", "q.npy", "--out", "/proc/found.npz"], "/proc/found.npz cannot be written"),
     (["evaluate", "run"], "given by --queries"),
     (["evaluate", "run", "--queries", "q.npy", "-k", "3001"], "k must be"),
-    (["evaluate", "new"], "new is not there"),
+    (["evaluate", "new"], "new does not exist"),
     (["train", "new"], "data must be given by --data"),
-    (["train", "new", "--data", "missing"], "missing is not there"),
+    (["train", "new", "--data", "missing"], "missing does not exist"),
     (["train", "new", "--data", "labelled.npz", "--words", "missing.txt"], "missing.txt cannot be read"),
-    (["train", "new", "--data", "labelled.npz", "--config", "typo.json"], "no setting, did you mean margin?"),
+    (["train", "new", "--data", "labelled.npz", "--config", "typo.json"], "setting 'margn', did you mean margin?"),
     (["train", "new", "--data", "labelled.npz", "--config", "x.npy"], "x.npy is not JSON"),
     (["train", "new", "--config", "numbers.json"], "data must be the name of"),
     (["train", "new", "--data", "labelled.npz", "--config", "words.json"], "hidden must be"),
@@ -199,7 +200,7 @@ WRONG = [
     (["train", "trained", "--data", "labelled.npz", *TRAIN, "--dim", "2", "--force"], "dim must be"),
     (["train", "run", "--data", "labelled.npz", *TRAIN], "run/config.json of another run (ablation is None there"),
     (["train", "/proc/run", "--data", "labelled.npz", *TRAIN], "/proc/run cannot be made"),
-    (["report", "new"], "new is not there"),
+    (["report", "new"], "new does not exist"),
 ]  # fmt: skip
 
 
@@ -233,12 +234,12 @@ def test_bad_input_is_one_sentence(shell, arguments, said):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["serch", "run"], "'serch' is no command, did you mean search?"),
-        (["fit", "run", "x.npy", "--codeword", "5"], "'--codeword' is not known, did you mean --codewords?"),
+        (["serch", "run"], "unknown command 'serch', did you mean search?"),
+        (["fit", "run", "x.npy", "--codeword", "5"], "unknown option '--codeword', did you mean --codewords?"),
         (["fit", "run", "x.npy", "--levels=two"], "invalid int value: 'two'"),
-        (["index", "run", "--metric", "cosin"], "'cosin' is no metric, did you mean cosine?"),
-        (["train", "run", "--protocol", "cifar10"], "'cifar10' is no protocol, did you mean cifar10-2?"),
-        (["train", "run", "--epoch", "1", "1", "1"], "'--epoch' is not known, did you mean --epochs?"),
+        (["index", "run", "--metric", "cosin"], "unknown metric 'cosin', did you mean cosine?"),
+        (["train", "run", "--protocol", "cifar10"], "unknown protocol 'cifar10', did you mean cifar10-2?"),
+        (["train", "run", "--epoch", "1", "1", "1"], "unknown option '--epoch', did you mean --epochs?"),
         (["train", "run", "--backbone_rate", "1"], "did you mean --backbone-rate?"),
         ([], "the following arguments are required: command"),
     ],
@@ -278,6 +279,21 @@ def test_ctrl_c_leaves_no_model(shell):
     assert err.strip().splitlines()[-1].startswith("drq-fast fit: interrupted")
     assert "Traceback" not in err
     assert [path.name for path in Path("run").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("caught", ["", "except BaseException: pass", "except BaseException: raise ImportError"])
+def test_ctrl_c_while_torch_is_imported(shell, caught):
+    """`torch` is a module that imports slowly; some modules swallow exceptions or replace them."""
+    slow = "import pathlib, time\ntry:\n    pathlib.Path('begun').touch()\n    time.sleep(60)\n"
+    Path("torch.py").write_text(slow + (caught or "finally: pass"))
+    process = start("info")
+    deadline = time.monotonic() + 60
+    while not Path("begun").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert (out, err) == ("", "drq-fast info: interrupted; finished files are kept\n")
 
 
 @pytest.mark.parametrize("forced", [False, True])

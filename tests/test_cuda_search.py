@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from drq_fast.backends import torch as definition
-from drq_fast.backends.native.extension import native
-from drq_fast.backends.native.search import enqueue
+from drq_fast.backends.native.search import enqueue, native
 
 ROOT = Path(__file__).parents[1]
 PTXSIM = Path(os.environ.get("DRQ_PTXSIM") or ROOT.parent / "shared/tools/ptxsim")

@@ -209,9 +209,9 @@ def test_mapped_codes_stay_on_disk_until_used(tmp_path):
     index.add_codes(torch.zeros(MEGABYTES << 14, 64, dtype=torch.uint8))
     index.save(tmp_path / "a.drq")
     script = (
-        "import resource, sys, drq_fast\n"
+        "import resource, sys; from drq_fast import Index\n"
         "rss = lambda: int(open('/proc/self/statm').read().split()[1]) * resource.getpagesize() >> 20\n"
-        "before = rss(); index = drq_fast.Index.load(sys.argv[1], mmap=True); print(rss() - before)\n"
+        "before = rss(); index = Index.load(sys.argv[1], mmap=True); print(rss() - before)\n"
     )
     command = [sys.executable, "-c", script, str(tmp_path / "a.drq")]
     grown = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)

@@ -12,19 +12,17 @@ PACKAGE = ROOT / "drq_fast"
 
 # Each floor may import from the floors below it.
 FLOORS = [
-    ["checks", "modes", "_C", "kernels"],
+    ["constants", "_C", "kernels"],
+    ["checks", "modes"],
     ["files", "backends", "codes"],
     ["functional"],
     ["codec"],
     ["fit"],
     ["quantizer"],
-    ["index", "vectors"],
-    ["run"],
+    ["index"],
     ["retrieval"],
     ["__init__"],
-    ["info"],
-    ["commands"],
-    ["cli"],
+    ["app"],
     ["__main__"],
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import pickle
+import pydoc
 import shutil
 import subprocess
 import sys
@@ -12,6 +14,8 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+
+import drq_fast
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,13 +39,47 @@ def seconds(code: str) -> float:
 
 @pytest.mark.slow
 def test_import_costs_little_beside_torch():
-    pairs = [(seconds("import drq_fast"), seconds("import torch")) for _ in range(9)][2:]
+    pairs = [(seconds("from drq_fast import *"), seconds("import torch")) for _ in range(9)][2:]
     assert median(ours for ours, _ in pairs) < 1.2 * median(torch for _, torch in pairs)
 
 
+def modules_after(code: str, *names: str) -> str:
+    """Which of these modules are imported after `code` has run in a new process."""
+    code += f"\nimport sys; print([name for name in {names} if name in sys.modules])"
+    return run(sys.executable, "-c", code).stdout.splitlines()[-1]
+
+
 def test_import_loads_nothing_heavy():
-    code = "import sys, drq_fast; print([m for m in ('triton', 'matplotlib', 'sklearn') if m in sys.modules])"
-    assert run(sys.executable, "-c", code).stdout.strip() == "[]"
+    assert modules_after("import drq_fast", "torch", "numpy") == "[]"
+    assert modules_after("from drq_fast import *", "torch", "triton", "matplotlib", "sklearn") == "['torch']"
+
+
+def test_public_names_are_imported_at_first_use():
+    code = "import drq_fast; assert set(drq_fast.__all__) <= set(dir(drq_fast)); drq_fast.__version__"
+    assert modules_after(code, "torch") == "[]"
+    assert modules_after("from drq_fast import Index", "torch") == "['torch']"
+    assert all(getattr(drq_fast, name).__name__.endswith(name) for name in drq_fast.__all__)
+    assert "RecurrentQuantizer" in pydoc.render_doc(drq_fast)
+    assert pickle.loads(pickle.dumps(drq_fast.RecurrentQuantizer)) is drq_fast.RecurrentQuantizer
+    with pytest.raises(AttributeError, match=r"^module 'drq_fast' has no attribute 'Indx'$"):
+        drq_fast.Indx  # noqa: B018
+
+
+COMMANDS = ("fit", "encode", "index", "search", "train", "evaluate", "report", "info")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["serch"], ["fit", "--codeword"], *([name, "--help"] for name in COMMANDS)]
+)
+def test_options_are_read_without_torch(arguments):
+    code = f"""
+from drq_fast.app.cli import main
+try:
+    main({arguments})
+except SystemExit:
+    pass
+"""
+    assert modules_after(code, "torch", "numpy") == "[]"
 
 
 def test_source_tree_without_a_build_works_and_warns_once(tmp_path):

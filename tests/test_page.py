@@ -18,10 +18,9 @@ import numpy as np
 import pytest
 import torch
 
-from drq_fast import Index, cli
-from drq_fast.retrieval import page
-from drq_fast.retrieval.experiment import Experiment
-from drq_fast.run import Run
+from drq_fast import Index
+from drq_fast.app import cli, page
+from drq_fast.app.run import Run
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
@@ -70,7 +69,7 @@ def data_of(path: Path) -> dict[str, Any]:
 
 def test_the_ranking_is_what_an_index_gives(made):
     run, data = Run(made.parents[1]), data_of(made)
-    experiment = Experiment.of(run)
+    experiment = run.experiment()
     asked = page.choose(experiment.items.labels[experiment.split.query], 12)
     index = Index(run.quantizer(), "ip")
     codes = run.load_codes()[0]
@@ -102,7 +101,7 @@ def test_every_image_is_embedded_once_and_nothing_comes_from_elsewhere(made):
 def test_labels_are_those_of_the_items(several_labels):
     run, data = Run(several_labels.parents[1]), data_of(several_labels)
     assert data["images"] is None
-    experiment = Experiment.of(run)
+    experiment = run.experiment()
     asked = page.choose(experiment.items.labels[experiment.split.query], 5)
     for row, q in zip(experiment.split.query[asked].tolist(), data["queries"], strict=True):
         assert data["labels"][q["item"]] == experiment.items.labels[row].nonzero().squeeze(1).tolist()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drq_fast.retrieval.protocols import PROTOCOLS, split
+from drq_fast.retrieval.protocols import split
+from drq_fast.retrieval.settings import PROTOCOLS
 
 CIFAR = torch.arange(60_000)[:, None] % 10 == torch.arange(10)
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from drq_fast import RecurrentQuantizer, commands
-from drq_fast import run as runs
+from drq_fast import RecurrentQuantizer, files
+from drq_fast.app import commands
+from drq_fast.app import run as runs
+from drq_fast.app.vectors import VectorFiles
 from drq_fast.files import FileError
-from drq_fast.retrieval.experiment import Experiment
-from drq_fast.vectors import VectorFiles
 
 TRAIN = ["--train", "20", "--query", "5", "--hidden", "32", "--dim", "48", "--codewords", "16", "--levels", "3"]
 
@@ -142,15 +142,32 @@ def test_data_that_changed_after_training_are_noticed(shell):
     shell.ok(*command)
     shell.ok("encode", "run")
     pack = dict(np.load("labelled.npz"))
-    pack["x"][Experiment.of(runs.Run("run")).split.database] += 1
+    pack["x"][runs.Run("run").experiment().split.database] += 1
     np.savez("labelled.npz", **pack)
-    assert "are of other items than the database" in shell.refused("evaluate", "run")
+    assert "are codes of other items than the database" in shell.refused("evaluate", "run")
 
 
 def test_a_network_that_is_lost_is_not_trained_again(shell):
     shell.ok("train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20")
     Path("run/checkpoint.safetensors").unlink()
     assert "so the network is lost" in shell.refused("evaluate", "run")
+
+
+def test_commands_read_model_and_codes_once(shell, monkeypatch):
+    load, read, opened = RecurrentQuantizer.load, files.read_array, []
+    monkeypatch.setattr(RecurrentQuantizer, "load", lambda path: opened.append("model") or load(path))
+    monkeypatch.setattr(files, "read_array", lambda op, path: opened.append("codes") or read(op, path))
+    shell.ok("fit", "run", "x.npy", *shell.FIT)
+    assert opened == []
+    for command, expected in (
+        (["encode", "run", "x.npy"], ["model"]),
+        (["index", "run"], ["model", "codes"]),
+        (["search", "run", "q.npy"], []),
+        (["evaluate", "run", "--queries", "q.npy"], ["model", "codes"]),
+    ):
+        opened.clear()
+        shell.ok(*command)
+        assert opened == expected
 
 
 def test_codes_of_another_model_are_refused(shell):
@@ -166,7 +183,7 @@ def test_codes_that_were_changed_are_refused(shell):
     codes = np.load("run/codes.npy")
     codes[5] += 1
     np.save("run/codes.npy", codes)
-    assert "is not what" in shell.refused("index", "run", "--force")
+    assert "does not match" in shell.refused("index", "run", "--force")
 
 
 def test_new_codes_leave_nothing_that_was_made_of_the_old(shell):

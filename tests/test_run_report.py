@@ -12,9 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from drq_fast import cli
-from drq_fast.retrieval import page, report
-from drq_fast.run import Run
+from drq_fast.app import cli, page, report
+from drq_fast.app.run import Run
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
@@ -110,7 +109,7 @@ def test_names_are_drawn_and_written_as_they_are(runs):
 
 
 def test_runs_with_names_that_begin_alike_both_have_losses(made):
-    from drq_fast.retrieval import plots
+    from drq_fast.app import plots
 
     part = report._part(Run(made / "run"))
     names = [f"a/folder/with/a/long/name/{name}" for name in ("one", "two")]
@@ -155,7 +154,7 @@ def test_an_existing_report_is_replaced_only_with_force(runs, capsys):
     old.mkdir()
     (old / "mine.txt").write_text("kept")
     message = refused(capsys, "report", runs / "run", "--points", 0)
-    assert message.endswith("report is there already; --force replaces it.")
+    assert message.endswith("report exists already; --force replaces it.")
     assert (old / "mine.txt").exists()
     command("report", runs / "run", "--points", 0, "--force")
     names = {path.name for path in old.iterdir()}
@@ -231,10 +230,10 @@ def test_other_refusals(runs, capsys):
     message = refused(capsys, "report", runs / "fitted", "--images", runs / "pixels.npy")
     assert "images must be left out for a fitted run" in message
     (runs / "plain" / "queries.npy").unlink()
-    assert "queries.npy is not there; `drq-fast evaluate" in refused(capsys, "report", runs / "plain", "--points", 0)
+    assert "queries.npy does not exist; `drq-fast evaluate" in refused(capsys, "report", runs / "plain", "--points", 0)
     (runs / "run" / "metrics.json").unlink()
     message = refused(capsys, "report", runs / "run")
-    assert message.endswith(f"metrics.json is not there; `drq-fast evaluate {runs / 'run'}` makes it.")
+    assert message.endswith(f"metrics.json does not exist; `drq-fast evaluate {runs / 'run'}` makes it.")
 
 
 def test_figures_of_other_codes_are_refused(runs, capsys):
@@ -270,7 +269,7 @@ def test_images_of_a_folder_are_on_the_page(tmp_path, capsys):
 
 
 def test_the_most_common_classes_have_colours_and_all_items_a_place():
-    from drq_fast.retrieval import plots
+    from drq_fast.app import plots
 
     labels = np.zeros((60, 25), bool)
     labels[np.arange(50), np.arange(50) % 25] = True
@@ -285,7 +284,7 @@ def test_the_most_common_classes_have_colours_and_all_items_a_place():
 
 
 def test_items_of_one_code_lie_around_it():
-    from drq_fast.retrieval import plots
+    from drq_fast.app import plots
 
     place = np.array([[0.0, 0.0], [100.0, 50.0]])
     copy = np.array([1, 0, 1, 1, 0])

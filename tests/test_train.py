@@ -21,8 +21,9 @@ from drq_fast.retrieval.augment import augment
 from drq_fast.retrieval.backbones import Precomputed
 from drq_fast.retrieval.datasets import FeatureArray, Images, one_hot, read_words
 from drq_fast.retrieval.evaluate import evaluate_codes
-from drq_fast.retrieval.model import ABLATIONS, Model
-from drq_fast.retrieval.train import CHECKPOINT, Config, features, train
+from drq_fast.retrieval.model import Model
+from drq_fast.retrieval.settings import ABLATIONS, Config
+from drq_fast.retrieval.train import CHECKPOINT, features, train
 
 CLASSES = 5
 SHORT = Config(epochs=(2, 1, 2), batch=32, rate=3e-3, backbone_rate=3e-3, checkpoint_seconds=0.0)

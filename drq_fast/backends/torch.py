@@ -144,9 +144,8 @@ def prepare(query: Tensor, codebook: Tensor, offset: Tensor | None, metric: str)
         query = query if offset is None else query - offset
         return Prepared(query @ codebook.T, query.square().sum(dim=1), None)
     constants = query.new_zeros(len(query)) if offset is None else query @ offset
-    return Prepared(
-        query @ codebook.T, constants, _nearest_root(query.square().sum(dim=1)) if metric == "cosine" else None
-    )
+    lengths = _nearest_root(query.square().sum(dim=1)) if metric == "cosine" else None
+    return Prepared(query @ codebook.T, constants, lengths)
 
 
 def scores_of(sums: Tensor, norms: Tensor | None, prepared: Prepared, metric: str) -> Tensor:

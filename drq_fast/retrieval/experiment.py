@@ -13,98 +13,13 @@ from torch import Tensor, nn
 from .. import checks
 from ..files import FileError
 from ..quantizer import RecurrentQuantizer
-from ..run import Run
 from . import datasets
 from .backbones import AlexNet, EfficientNetLite0, Precomputed
 from .datasets import Items
-from .model import ABLATIONS, Model
-from .protocols import PROTOCOLS, Split, split
-from .train import CHECKPOINT, Config, features, train
-
-# What the tables of docs/results.md were made with.
-FROM_FEATURES = Config(epochs=(20, 5, 10), margin=0.5, semantic=3.0, backbone_rate=1e-3)
-FROM_IMAGES = Config(
-    epochs=(14, 4, 10), margin=0.5, semantic=3.0, backbone_rate=5e-4, batch=64, weight_decay=0.01, amp=True
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What an experiment is made of, but for the training's Config.
-
-    data: CIFAR-10's folder, a folder of images by class, a file of features, or lists of images (with `root`).
-    labels: of features in an `.npy`. words: vectors of class names. train, query: how many per class, or in all, where
-    not the protocol's. backbone: "efficientnet-lite0" or a state dict file of AlexNet, for images of `size` pixels;
-    `hidden` and `dropout` are of the layer above given features. metric: what items are ranked by; by default "ip", as
-    the authors did, or "l2" where nothing is learnt from labels.
-    """
-
-    data: tuple[str, ...]
-    labels: str | None = None
-    root: str | None = None
-    words: str | None = None
-    protocol: str = "cifar10-2"
-    train: int | None = None
-    query: int | None = None
-    backbone: str = "efficientnet-lite0"
-    size: int = 128
-    hidden: int = 2048
-    dropout: float = 0.5
-    dim: int = 2048
-    codewords: int | None = None
-    levels: int = 4
-    ablation: str = "none"
-    metric: str | None = None
-
-    def __post_init__(self) -> None:
-        op = "train"
-        data = (self.data,) if isinstance(self.data, str) else self.data
-        if not isinstance(data, (list, tuple)) or not data or not all(isinstance(path, (str, Path)) for path in data):
-            checks.fail(op, "data", "the name of a folder or a file, or of several files", repr(data))
-        object.__setattr__(self, "data", tuple(str(path) for path in data))  # a list from JSON becomes what it was
-        for name in ("labels", "root", "words", "backbone"):
-            value = getattr(self, name)
-            if not isinstance(value, (str, Path)) and (value is not None or name == "backbone"):
-                checks.fail(op, name, "the name of a file", repr(value))
-        for name in ("size", "hidden", "dim", "levels"):
-            object.__setattr__(self, name, checks.integer(op, name, getattr(self, name), 1, 1 << 20))
-        for name in ("train", "query"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, checks.integer(op, name, getattr(self, name), 0))
-        if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
-            checks.fail(op, "dropout", "at least 0 and below 1", repr(self.dropout))
-        checks.choice(op, "protocol", self.protocol, tuple(PROTOCOLS))
-        checks.choice(op, "ablation", self.ablation, tuple(ABLATIONS))
-        metric = self.metric or ("l2" if self.ablation == "unsupervised" else "ip")
-        checks.choice(op, "metric", metric, checks.METRICS)
-        object.__setattr__(self, "metric", metric)
-        known = PROTOCOLS[self.protocol].codewords
-        if self.codewords is None:
-            if len(known) > 1:
-                checks.fail(
-                    op, "codewords", f"chosen for {self.protocol}, one of {', '.join(map(str, known))}", "nothing"
-                )
-            object.__setattr__(self, "codewords", known[0])
-        codewords = checks.integer(op, "codewords", self.codewords, 2, checks.MAX_CODEWORDS)
-        object.__setattr__(self, "codewords", codewords)
-
-    def resolved(self) -> Settings:
-        """The same with absolute paths, which hold wherever a run is looked at."""
-        names = {name: getattr(self, name) for name in ("labels", "root", "words")}
-        if self.backbone != "efficientnet-lite0":
-            names["backbone"] = self.backbone
-        paths: dict[str, Any] = {name: str(Path(path).resolve()) for name, path in names.items() if path}
-        return dataclasses.replace(self, data=tuple(str(Path(path).resolve()) for path in self.data), **paths)
-
-    @property
-    def of_features(self) -> bool:
-        """Are the data features, not images?"""
-        return Path(self.data[0]).suffix in (".npy", ".npz")
-
-    @property
-    def config(self) -> Config:
-        """How such data are trained by default."""
-        return FROM_FEATURES if self.of_features else FROM_IMAGES
+from .model import Model
+from .protocols import Split, split
+from .settings import PROTOCOLS, Config, Settings
+from .train import CHECKPOINT, features, train
 
 
 class Experiment:
@@ -126,19 +41,6 @@ class Experiment:
             query=settings.query,
         )
         self.R = min(PROTOCOLS[settings.protocol].R, len(self.split.database))
-
-    @classmethod
-    def of(cls, run: Run) -> Experiment:
-        """The experiment of a trained run, from its config."""
-        config = run.read_json(run.config, "train")
-        if config.get("command") != "train":
-            raise FileError(f"run: {run.folder} was fitted without labels, not trained; name the vectors to encode.")
-        try:
-            settings = Settings(**{field.name: config[field.name] for field in dataclasses.fields(Settings)})
-            training = Config(**{field.name: config[field.name] for field in dataclasses.fields(Config)})
-        except (KeyError, TypeError) as error:
-            raise FileError(f"run: {run.config} does not describe a training ({error}).") from error
-        return cls(settings, training)
 
     def model(self) -> Model:
         """The network as it is before training."""
@@ -178,11 +80,11 @@ class Experiment:
             model.quantizer.initialised = True
             return model.eval()
         if not (folder / CHECKPOINT).exists():
-            raise FileNotFoundError(f"run: {folder / CHECKPOINT} is not there, so the network is lost; train again.")
+            raise FileNotFoundError(f"run: {folder / CHECKPOINT} does not exist, so the network is lost; train again.")
         train(model, self.items, self.split.train, self.config, folder=folder)
         learnt, stored = model.quantizer.state_dict(), quantizer.state_dict()
         if not all(torch.equal(value, stored[name]) for name, value in learnt.items()):
-            raise FileError(f"run: {folder / CHECKPOINT} is of another training than the model beside it; train again.")
+            raise FileError(f"run: {folder / CHECKPOINT} belongs to another training than the model; train again.")
         return model
 
     def features(self, model: Model, rows: Tensor) -> Tensor:
@@ -223,7 +125,7 @@ def read_items(settings: Settings) -> Items:
     """The items of whatever kind the data are."""
     first = Path(settings.data[0])
     if not first.exists():
-        raise FileNotFoundError(f"train: {first} is not there.")
+        raise FileNotFoundError(f"train: {first} does not exist.")
     if first.is_dir():
         if len(settings.data) > 1:
             checks.fail("train", "data", "one folder, or files", f"{len(settings.data)} with a folder first")

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import checks
+from .settings import MINING
 
-MINING = ("semi_hard", "random")
 _NO_DIRECTION = 1e-6  # the length of z up to which its cosine counts as 0, so that gradients stay bounded
 
 

@@ -9,27 +9,7 @@ from torch import Tensor, nn
 from .. import checks
 from ..quantizer import RecurrentQuantizer
 from .backbones import Features, Head
-
-
-class Setting(NamedTuple):
-    """What a row of the ablation table keeps: the layers of the head, the losses, the weights of E_h, E_s and E_j."""
-
-    fc8: bool = True
-    fc9: bool = True
-    semantic: bool = True
-    triplet: bool = True
-    errors: tuple[float, float, float] = (1.0, 1.0, 1.0)
-
-
-ABLATIONS = {
-    "none": Setting(),
-    "unsupervised": Setting(fc8=False, fc9=False, semantic=False, triplet=False),
-    "no_semantic": Setting(fc9=False, semantic=False),
-    "no_triplet": Setting(fc8=False, triplet=False),
-    "soft_only": Setting(errors=(0.0, 1.0, 0.0)),
-    "no_joint": Setting(errors=(1.0, 1.0, 0.0)),
-    "no_concat": Setting(fc8=False),
-}
+from .settings import ABLATIONS
 
 
 class ModelOutput(NamedTuple):

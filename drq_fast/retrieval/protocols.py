@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from .settings import PROTOCOLS
 
 
 class Split(NamedTuple):
@@ -17,30 +18,6 @@ class Split(NamedTuple):
     train: Tensor
     query: Tensor
     database: Tensor
-
-
-class Protocol(NamedTuple):
-    """How many images are drawn, per class or in all; R: the depth of mAP; codewords: of one model each, of 4 levels.
-
-    train 0: all of the database. listed: the database is the first list and the queries are the second.
-    """
-
-    train: int
-    query: int
-    per_class: tuple[bool, bool]  # train, query
-    train_in_database: bool
-    R: int
-    codewords: tuple[int, ...]
-    listed: bool = False
-
-
-PROTOCOLS = {
-    "cifar10-1": Protocol(0, 1000, (True, True), True, 5000, (16, 64, 512, 4096)),
-    "nuswide-1": Protocol(5000, 1000, (True, True), True, 5000, (4096,)),
-    "cifar10-2": Protocol(500, 100, (True, True), False, 54000, (256,)),
-    "nuswide-2": Protocol(10000, 5000, (False, False), True, 5000, (256,)),
-    "imagenet100-2": Protocol(100, 0, (True, True), True, 5000, (256,), listed=True),
-}
 
 
 def split(

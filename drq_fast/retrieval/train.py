@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,69 +29,12 @@ from . import checkpoint
 from .augment import augment
 from .backbones import Precomputed
 from .datasets import Items
-from .losses import MINING, adaptive_margin_loss, batch_triplet_loss
+from .losses import adaptive_margin_loss, batch_triplet_loss
 from .model import Model
+from .settings import Config
 
 CHECKPOINT = "checkpoint.safetensors"
 _SAMPLED = 16  # items that a checkpoint is told from one of other data by
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """How to train. The rates are Adam's, of the new layers and of the backbone; betas are the paper's.
-
-    epochs: of each stage. batch: in all, whatever the number of processes. schedule "cosine" lowers both rates to 0
-    over the run. detach keeps the quantizer's error from head and backbone. freeze_norms leaves batch norms as they
-    were trained, weights and statistics. amp: bfloat16 where torch thinks it safe. A checkpoint is written every
-    checkpoint_seconds.
-    """
-
-    epochs: tuple[int, int, int] = (30, 10, 20)
-    batch: int = 128
-    rate: float = 1e-3
-    backbone_rate: float = 1e-4
-    schedule: str = "cosine"
-    weight_decay: float = 0.0
-    margin: float = 1.0
-    mining: str = "semi_hard"
-    semantic: float = 1.0
-    triplet: float = 1.0
-    quantization: float = 1.0
-    detach: bool = False
-    freeze_norms: bool = False
-    augment: bool = True
-    amp: bool = False
-    workers: int = 0
-    checkpoint_seconds: float = 60.0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        op = "Config"
-        if not isinstance(self.epochs, (tuple, list)):
-            checks.fail(op, "epochs", "three numbers, one per stage", repr(self.epochs), error=TypeError)
-        epochs = tuple(checks.integer(op, "epochs", epoch, 0) for epoch in self.epochs)
-        if len(epochs) != 3 or not any(epochs):
-            checks.fail(op, "epochs", "three numbers, one per stage and not all of them 0", self.epochs)
-        # A list from JSON becomes what it was, numbers of numpy those that JSON can hold.
-        object.__setattr__(self, "epochs", epochs)
-        for name, low in (("batch", 2), ("workers", 0), ("seed", 0)):
-            object.__setattr__(self, name, checks.integer(op, name, getattr(self, name), low, (1 << 63) - 1))
-        checks.choice(op, "schedule", self.schedule, ("cosine", "constant"))
-        checks.choice(op, "mining", self.mining, MINING)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type == "float":
-                number = isinstance(value, (int, float, np.floating)) and not isinstance(value, bool)
-                if not (number and 0 <= value < math.inf):
-                    checks.fail(op, field.name, "a finite number of at least 0", repr(value))
-                object.__setattr__(self, field.name, float(value))
-            if field.type == "bool":
-                object.__setattr__(self, field.name, checks.boolean(op, field.name, value))
-
-    def levels(self, epoch: int, M: int) -> int:
-        """How many levels run in an epoch: 0, 1 or all of them."""
-        first, second, _ = self.epochs
-        return 0 if epoch < first else 1 if epoch < first + second else M
 
 
 class Losses(NamedTuple):

@@ -1,4 +1,4 @@
-"""What is installed, which backend does what, and why not a faster one."""
+"""Facts for `drq-fast info`: versions, hardware, and the backend of every operation."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from . import __version__, backends
-from .backends.native import extension
+from .. import __version__, backends
+from ..backends.native import extension
 
 
 def collect_info() -> dict[str, Any]:
-    """Versions, the state of the native code and of CUDA, and the backend of every operation on every device."""
+    """Versions, the state of the extension and of CUDA, and the backend of every operation on every device."""
     versions = extension.cuda_versions()
     native = extension.native
     return {
@@ -27,7 +27,7 @@ def collect_info() -> dict[str, Any]:
         "isa": _instruction_set(),
         "cuda": {
             "in the extension": f"runtime {versions[0]}" if versions else "not built",
-            "driver": versions[1] if versions else "unknown (it is the extension that asks)",
+            "driver": versions[1] if versions else "unknown (needs the extension with CUDA)",
             "in torch": torch.version.cuda or "not built",
             "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
@@ -39,7 +39,7 @@ def collect_info() -> dict[str, Any]:
 
 
 def _instruction_set() -> str:
-    """The one in use and those that could be, or why there is none."""
+    """The instruction set in use and the supported ones, or the reason why there is none."""
     if extension.native is None:
         return "none"
     try:
@@ -49,7 +49,7 @@ def _instruction_set() -> str:
 
 
 def format_info(facts: dict[str, Any]) -> str:
-    """The facts of `collect_info` as text."""
+    """The result of `collect_info` as text."""
     lines = [
         f"{name:9} {facts[name] or 'not installed'}"
         for name in ("drq_fast", "python", "machine", "torch", "triton", "native", "isa")

@@ -1,11 +1,13 @@
-"""A run: one folder with the settings, the model, its codes, an index of them and figures.
+"""A run: one folder with the settings, the model, its codes, an index of them and metrics.
 
-Everything in it is whole or not there. Codes know the model that made them by its fingerprint, so that those of
-another model are refused, and are written a block at a time, so that an interrupted encoding goes on where it was.
+Files are replaced atomically, so each is complete or absent. `codes.json` records the fingerprint of the model that
+made the codes; codes of another model are refused. Codes are written block by block, and an interrupted encoding
+resumes at the last block that was recorded.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -22,36 +24,38 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import checks, files
-from .files import FileError
-from .quantizer import RecurrentQuantizer
+from .. import checks, files
+from ..files import FileError
+from ..quantizer import RecurrentQuantizer
+from ..retrieval.experiment import Experiment
+from ..retrieval.settings import Config, Settings
 from .vectors import block_rows
 
 fcntl: Any
 try:
     import fcntl
-except ImportError:  # Windows; there two processes are up to the user
+except ImportError:  # On Windows nothing locks a run.
     fcntl = None
 
-_SECONDS = 2.0  # of encoding that a kill may cost
+_SECONDS = 2.0  # between two records of progress; a killed encoding repeats at most this much
 
 
 class Source(Protocol):
-    """Vectors to encode: how many of how many dimensions, what tells them from others, and how to read them."""
+    """Vectors to encode."""
 
     dim: int
 
     def __len__(self) -> int: ...
 
     def identity(self) -> Any:
-        """Anything that JSON can hold."""
+        """A value for JSON that changes when the vectors do."""
 
     def read(self, first: int, last: int) -> Tensor:
-        """Rows as float32 [last - first, dim]."""
+        """Rows first to last - 1, float32 [last - first, dim]."""
 
 
 class Run:
-    """The folder; every method says in one sentence what is missing in it."""
+    """The folder of a run and its files."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -66,19 +70,15 @@ class Run:
         self.partial = self.folder / "codes.partial"
         self.partial_state = self.folder / "codes.partial.json"
 
-    def make(self) -> None:
-        """Makes the folder, or says why it cannot be written to."""
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Creates the folder and locks it; raises BlockingIOError if another process holds the lock."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise type(error)(f"run: {self.folder} cannot be made: {error.strerror or error}.") from error
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise PermissionError(f"run: {self.folder} cannot be written to.")
-
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """One process at a time; whoever comes second is told so."""
-        self.make()
         with (self.folder / ".lock").open("w") as file:
             if fcntl is not None:
                 try:
@@ -88,32 +88,36 @@ class Run:
             files.remove_remains(self.folder)
             yield
 
-    def vacant(self, path: Path, force: bool, what: str = "") -> None:
-        """FileError where a result is there already and may not be replaced; `what` says more about it."""
-        if path.exists() and not force:
-            raise FileError(f"run: {path}{what} is there already; --force replaces it.")
+    @contextmanager
+    def locked_model(self) -> Iterator[RecurrentQuantizer]:
+        """The model, loaded under the lock of `writing`, so that no other process replaces it or its codes."""
+        self.need_model()  # `writing` would create a missing folder
+        with self.writing():
+            yield self.quantizer()
 
-    def replace_model(self, layer: RecurrentQuantizer, config: dict[str, Any]) -> None:
-        """Model and settings, in place of others and of all that was made with these."""
-        new = self.folder / "model.new"
-        try:
-            layer.save(new)
-            self.forget_codes()
-            self.write_json(self.config, config)
-            os.replace(new, self.model)
-        finally:
-            new.unlink(missing_ok=True)
+    def vacant(self, path: Path, force: bool, what: str = "") -> None:
+        """Raises FileError if a result exists already and `force` is not set; `what` is added to its name."""
+        if path.exists() and not force:
+            raise FileError(f"run: {path}{what} exists already; --force replaces it.")
+
+    def need(self, path: Path, maker: str) -> None:
+        """Raises FileNotFoundError if `path` is missing; `maker` names the command that makes it."""
+        if not self.folder.is_dir():
+            raise FileNotFoundError(f"run: {self.folder} does not exist; `drq-fast fit` or `train` makes a run.")
+        if not path.exists():
+            raise FileNotFoundError(f"run: {path} does not exist; {maker} makes it.")
+
+    def need_model(self) -> None:
+        """Raises FileNotFoundError if there is no model."""
+        self.need(self.model, "`drq-fast fit` or `train`")
 
     def write_json(self, path: Path, value: Any) -> None:
         """Replaces a JSON file atomically."""
         files.write_text(path, json.dumps(value, indent=1) + "\n")
 
     def read_json(self, path: Path, command: str) -> Any:
-        """What a JSON file of the run holds; `command` would make it."""
-        if not self.folder.is_dir():
-            raise FileNotFoundError(f"run: {self.folder} is not there; `drq-fast fit` or `train` makes a run.")
-        if not path.exists():
-            raise FileNotFoundError(f"run: {path} is not there; `drq-fast {command} {self.folder}` makes it.")
+        """The object in a JSON file of the run, which `drq-fast command` makes."""
+        self.need(path, f"`drq-fast {command} {self.folder}`")
         try:
             value = json.loads(path.read_text())
         except (OSError, ValueError) as error:
@@ -123,20 +127,43 @@ class Run:
         return value
 
     def quantizer(self) -> RecurrentQuantizer:
-        """The model."""
-        if not self.model.exists():
-            self.read_json(self.config, "fit")  # says so if this is no run at all
-            raise FileNotFoundError(f"run: {self.model} is not there; `drq-fast fit` or `train` makes it.")
+        """The model, read from its file."""
+        self.need_model()
         return RecurrentQuantizer.load(self.model)
 
-    def encode(self, source: Source, *, beam: int, force: bool) -> None:
-        """Writes the codes of all vectors; goes on with what an interrupted call of the same kind has left."""
-        layer = self.quantizer()
+    def experiment(self) -> Experiment:
+        """The experiment of a trained run, from its config."""
+        config = self.read_json(self.config, "train")
+        if config.get("command") != "train":
+            raise FileError(f"run: {self.folder} was fitted without labels, not trained; name the vectors to encode.")
+        try:
+            settings = Settings(**{field.name: config[field.name] for field in dataclasses.fields(Settings)})
+            training = Config(**{field.name: config[field.name] for field in dataclasses.fields(Config)})
+        except (KeyError, TypeError) as error:
+            raise FileError(f"run: {self.config} does not describe a training ({error}).") from error
+        return Experiment(settings, training)
+
+    def replace_model(self, layer: RecurrentQuantizer, config: dict[str, Any]) -> None:
+        """Writes model and config; deletes everything that was made with an earlier model."""
+        new = self.folder / "model.new"
+        try:
+            layer.save(new)
+            self.forget_codes()
+            self.write_json(self.config, config)
+            os.replace(new, self.model)
+        finally:
+            new.unlink(missing_ok=True)
+
+    def encode(self, layer: RecurrentQuantizer, source: Source, *, beam: int, force: bool) -> None:
+        """Writes the codes of all vectors; resumes an interrupted call with the same model, vectors and beam.
+
+        `layer` must be the model of this run.
+        """
         if source.dim != layer.dim:
             checks.fail("encode", "vectors", f"of {layer.dim} dimensions, as the model is", source.dim)
         self.vacant(self.codes, force)
         made_by = {
-            "model": files.fingerprint(self.model, "quantizer"),
+            "model": self.fingerprint(),
             "beam": checks.beam("encode", beam),
             "source": json.loads(json.dumps(source.identity())),
             "rows": len(source),
@@ -144,18 +171,18 @@ class Run:
             "codewords": layer.codewords,
         }
         try:
-            digest = self._encode(source, layer, made_by)
+            checksum = self._encode(source, layer, made_by)
         except OSError as error:
-            if error.filename is None and error.errno is not None:  # of a write
+            if error.filename is None and error.errno is not None:  # raised by a write
                 raise type(error)(f"run: {self.partial} cannot be written: {error.strerror}.") from error
             raise
         self._forget(self.index, self.metrics)
-        self.write_json(self.made_by, made_by | {"checksum": digest})
+        self.write_json(self.made_by, made_by | {"checksum": checksum})
         os.replace(self.partial, self.codes)
         self.partial_state.unlink(missing_ok=True)
 
     def _encode(self, source: Source, layer: RecurrentQuantizer, made_by: dict[str, Any]) -> str:
-        """Writes all codes to the partial file, from where it ends; its checksum."""
+        """Completes the partial file with the codes that it does not have yet; returns its checksum."""
         dtype = np.dtype(np.uint8 if layer.codewords <= 256 else np.int32)
         header = _npy_header(dtype, (len(source), layer.levels))
         row, step, total = layer.levels * dtype.itemsize, block_rows(source.dim), len(source)
@@ -184,40 +211,46 @@ class Run:
         return digest.hexdigest()
 
     def _resume(self, made_by: dict[str, Any], header: bytes, row: int) -> tuple[int, Any]:
-        """How many rows of the same encoding are on disk, and the checksum of header and rows so far."""
-        fresh = _digest()
-        fresh.update(header)
+        """The number of rows of the same encoding on disk, and the digest of header and these rows."""
         try:
             state = json.loads(self.partial_state.read_text())
             done, checksum = state.pop("done"), state.pop("checksum")
             digest = _file_digest(self.partial, len(header) + done * row)
+            if state == made_by and digest.hexdigest() == checksum:
+                return done, digest
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return 0, fresh
-        return (done, digest) if state == made_by and digest.hexdigest() == checksum else (0, fresh)
+            pass
+        return 0, _digest(header)
 
     def load_codes(self) -> tuple[Tensor, dict[str, Any]]:
-        """Codes [N, levels] and what made them; FileError where that is not the model of the run."""
+        """Codes [N, levels] and the content of codes.json; FileError unless the run's model made them."""
         made_by = self.read_json(self.made_by, "encode")
-        if not self.codes.exists():
-            raise FileNotFoundError(f"run: {self.codes} is not there; `drq-fast encode {self.folder}` makes it.")
-        if made_by.get("model") != files.fingerprint(self.model, "quantizer"):
+        self.need(self.codes, f"`drq-fast encode {self.folder}`")
+        if made_by.get("model") != self.fingerprint():
             raise FileError(f"run: {self.codes} was made by another model; encode again with --force.")
-        if made_by.get("checksum") != _file_digest(self.codes).hexdigest():
-            raise FileError(f"run: {self.codes} is not what {self.made_by} describes; encode again with --force.")
-        return torch.from_numpy(np.load(self.codes)), made_by
+        codes = np.ascontiguousarray(files.read_array("run", self.codes))
+        digest = _digest(_npy_header(codes.dtype, codes.shape))
+        digest.update(codes.data)
+        if made_by.get("checksum") != digest.hexdigest():
+            raise FileError(f"run: {self.codes} does not match {self.made_by}; encode again with --force.")
+        return torch.from_numpy(codes), made_by
+
+    def fingerprint(self) -> str:
+        """The checksum of the model, read from the header of its file."""
+        return files.fingerprint(self.model, "quantizer")
 
     def forget_codes(self) -> None:
-        """Removes what an earlier model of the run has made."""
+        """Deletes everything that was made with the model."""
         self._forget(self.codes, self.made_by, self.partial, self.partial_state, self.index, self.queries, self.metrics)
 
     def _forget(self, *paths: Path) -> None:
-        """Removes these files, and the report, which was made of them."""
+        """Deletes these files, and the report, which was made from them."""
         for path in paths:
             path.unlink(missing_ok=True)
         shutil.rmtree(self.folder / "report", ignore_errors=True)
 
 
-def _npy_header(dtype: np.dtype[Any], shape: tuple[int, int]) -> bytes:
+def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
     text = io.BytesIO()
     np.lib.format.write_array_header_1_0(
         text, {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
@@ -225,13 +258,13 @@ def _npy_header(dtype: np.dtype[Any], shape: tuple[int, int]) -> bytes:
     return text.getvalue()
 
 
-def _digest() -> Any:
-    return hashlib.blake2b(digest_size=16)
+def _digest(content: bytes = b"") -> Any:
+    return hashlib.blake2b(content, digest_size=16)
 
 
-def _file_digest(path: Path, length: int | None = None) -> Any:
-    """Of a file, or of its first `length` bytes."""
-    digest, left = _digest(), path.stat().st_size if length is None else length
+def _file_digest(path: Path, length: int) -> Any:
+    """The digest of the first `length` bytes of a file."""
+    digest, left = _digest(), length
     with path.open("rb") as file:
         while left and (block := file.read(min(left, 1 << 24))):
             digest.update(block)

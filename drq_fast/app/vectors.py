@@ -1,4 +1,4 @@
-"""Vectors in `.npy` files, read a block at a time: files may be larger than memory, and none of them stays in it."""
+"""Vectors in `.npy` files, read block by block, so that files may be larger than memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import checks
-from .files import FileError, read_array
+from .. import checks
+from ..files import FileError, read_array
 
-_BYTES = 1 << 24  # of a block
+_BYTES = 1 << 24  # size of a block
 
 
 class VectorFiles:
-    """N rows of D numbers in one or more `.npy` files, one after the other; `read` gives any of them as float32.
+    """One or more `.npy` files as one array [N, D]; `read` returns any rows as float32.
 
-    Maps would count as memory of the process as they are read, so rows are read by position.
+    Rows are read with `seek` and `readinto`: pages of a memory map would count as memory of the process.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
@@ -40,11 +40,11 @@ class VectorFiles:
         return int(self.ends[-1])
 
     def identity(self) -> list[dict[str, Any]]:
-        """What tells these files from others, or from what they were before they were written anew."""
+        """A value for JSON that changes when the files do."""
         return [file.identity() for file in self.files]
 
     def read(self, first: int, last: int) -> Tensor:
-        """Rows first to last - 1 as float32 [last - first, D], refused where one is not finite."""
+        """Rows first to last - 1 as float32 [last - first, D]; FileError if one is not finite."""
         parts = [np.empty((0, self.dim), np.float32)]
         for file, end in zip(self.files, self.ends.tolist(), strict=True):
             begin = end - file.rows
@@ -53,7 +53,7 @@ class VectorFiles:
         return self._finite(np.concatenate(parts[1:] or parts), np.arange(first, last))
 
     def blocks(self, desc: str) -> Iterator[tuple[int, Tensor]]:
-        """(number of its first row, block [n, D]) of all rows, with a progress bar."""
+        """Yields (number of its first row, block [n, D]) for all rows, with a progress bar."""
         step = block_rows(self.dim)
         with tqdm(total=len(self), desc=desc, unit="vector", unit_scale=True, disable=None) as bar:
             for start in range(0, len(self), step):
@@ -62,7 +62,7 @@ class VectorFiles:
                 bar.update(len(block))
 
     def sample(self, count: int, seed: int) -> Tensor:
-        """`count` different rows drawn at random, in their order; all of them where there are no more."""
+        """`count` distinct random rows in file order, or all rows if there are no more."""
         if count >= len(self):
             return self.read(0, len(self))
         rows = np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False))
@@ -72,7 +72,7 @@ class VectorFiles:
         return self._finite(np.concatenate(drawn), rows)
 
     def _finite(self, x: np.ndarray, rows: np.ndarray) -> Tensor:
-        """x [n, D] as a tensor; rows [n] are its numbers."""
+        """x [n, D] as a tensor; rows [n] are the row numbers for the error message."""
         wrong = np.flatnonzero(~np.isfinite(x).all(axis=1))
         if len(wrong):
             names = ", ".join(str(file.path) for file in self.files)
@@ -81,7 +81,7 @@ class VectorFiles:
 
 
 def block_rows(dim: int) -> int:
-    """How many vectors are held at a time."""
+    """The number of vectors in a block."""
     return max(1, _BYTES // (4 * dim))
 
 
@@ -102,7 +102,7 @@ class _File:
         self.state = path.stat()
 
     def identity(self) -> dict[str, Any]:
-        """Path, size, shape and time."""
+        """Path, size, time of modification, shape and dtype."""
         return {
             "path": str(self.path.resolve()),
             "size": self.state.st_size,
@@ -112,7 +112,7 @@ class _File:
         }
 
     def read(self, first: int, last: int) -> np.ndarray:
-        """Rows as float32."""
+        """Rows first to last - 1 as float32."""
         values = np.empty((last - first, self.dim), self.dtype)
         with self._opened() as file:
             file.seek(self.offset + first * values.itemsize * self.dim)
@@ -121,7 +121,7 @@ class _File:
         return _float32(values)
 
     def pick(self, rows: np.ndarray) -> np.ndarray:
-        """These rows, [n] in order, as float32."""
+        """The rows with these sorted numbers [n], as float32."""
         values = np.empty((len(rows), self.dim), self.dtype)
         length = values.itemsize * self.dim
         with self._opened(buffering=0) as file:
@@ -132,7 +132,7 @@ class _File:
         return _float32(values)
 
     def _opened(self, buffering: int = -1) -> Any:
-        """The file, refused where it is not what it was."""
+        """Opens the file; FileError if it has changed since `__init__`."""
         file = self.path.open("rb", buffering=buffering)
         now, then = os.fstat(file.fileno()), self.state
         if (now.st_ino, now.st_size, now.st_mtime_ns) != (then.st_ino, then.st_size, then.st_mtime_ns):
@@ -145,5 +145,5 @@ class _File:
 
 
 def _float32(values: np.ndarray) -> np.ndarray:
-    with np.errstate(over="ignore"):  # infinite ones are refused afterwards
+    with np.errstate(over="ignore"):  # `_finite` refuses infinities afterwards
         return values.astype(np.float32, copy=False)

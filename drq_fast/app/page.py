@@ -1,4 +1,4 @@
-"""page.html of a report: real images retrieved at every code length, in one file that needs no network."""
+"""page.html of a report: the images retrieved at every code length, in one file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from torch import Tensor
 from .. import checks
 from ..files import FileError, read_array
 from ..index import Index
-from ..run import Run
-from .datasets import Items
-from .experiment import Experiment
+from ..retrieval.datasets import Items
+from ..retrieval.experiment import Experiment
+from .run import Run
 
 if TYPE_CHECKING:
     from .report import Part
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Pixels = Callable[[int], np.ndarray]  # the row of an item to uint8 [H, W] or [H, W, 3]
 
 SHOWN = 24  # images per query and length
-_SIDES = (128, 96, 64, 48, 32)  # of thumbnails, the largest that fit
+_SIDES = (128, 96, 64, 48, 32)  # of thumbnails; the largest size within _BUDGET is used
 _BUDGET = 1_200_000  # bytes of all thumbnails on the page
 
 
@@ -42,7 +42,7 @@ def build(
     pixels: Pixels | None,
     count: int,
 ) -> str:
-    """The page, for `count` of the queries with features `query` [Q, dim]; without pixels it has tiles with names."""
+    """The page for `count` of the queries with features `query` [Q, dim]; without pixels, tiles show class names."""
     split, labels = experiment.split, experiment.items.labels
     if len(query) != len(split.query):
         raise FileError(
@@ -75,7 +75,7 @@ def build(
         ],
     }
     template = resources.files(__package__).joinpath("page.html").read_text(encoding="utf-8")
-    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # no tag ends the script early
+    embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")  # so that no `</script>` ends it early
     before, between, after = re.split(r"\{\{title\}\}|\{\{data\}\}", template)
     return before + html.escape(part.name) + between + embedded + after
 
@@ -97,8 +97,7 @@ def choose(labels: Tensor, count: int) -> list[int]:
 
 def query_features(run: Run, dim: int) -> Tensor:
     """The features [Q, dim] of the queries, which `evaluate` has written."""
-    if not run.queries.exists():
-        raise FileNotFoundError(f"run: {run.queries} is not there; `drq-fast evaluate {run.folder} --force` makes it.")
+    run.need(run.queries, f"`drq-fast evaluate {run.folder} --force`")
     query = read_array("report", run.queries, mmap=True)
     if query.dtype != np.float32 or query.ndim != 2 or query.shape[1] != dim:
         raise FileError(f"report: {run.queries} must hold float32 [Q, {dim}], got {query.dtype} {list(query.shape)}.")

@@ -1,4 +1,4 @@
-"""The report of a run: tables, figures and a page with retrieved images, in a folder that is whole or not there."""
+"""The report of a run: a folder with tables, figures and a page with retrieved images, replaced atomically."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from torch import Tensor
 from .. import checks
 from ..files import FileError
 from ..quantizer import RecurrentQuantizer
-from ..run import Run
+from ..retrieval.experiment import Experiment
+from ..retrieval.settings import PROTOCOLS
 from . import page
-from .experiment import Experiment
-from .protocols import PROTOCOLS
+from .run import Run
 
 _PACKAGES = {"matplotlib": "matplotlib", "sklearn": "scikit-learn", "PIL": "pillow"}
 _SAME_SPLIT = ("command", "data", "labels", "root", "protocol", "train", "query", "seed")
@@ -29,8 +29,10 @@ _SAME_ANSWERS = ("kind", "R", "k", "queries", "database")
 
 
 class Part(NamedTuple):
-    """One run of a report: its name, settings, figures, model, codes [N, levels] and what these are the codes of;
-    history: the losses of every epoch, if it was trained."""
+    """One run of a report: its name, settings, metrics, model and codes [N, levels].
+
+    source: identifies the vectors of the codes. history: the losses of every epoch of a trained run.
+    """
 
     name: str
     config: dict[str, Any]
@@ -42,21 +44,21 @@ class Part(NamedTuple):
 
     @property
     def labelled(self) -> bool:
-        """Trained with labels, not fitted without."""
+        """True for a trained run, False for a fitted one."""
         return self.metrics["kind"] == "labels"
 
     @property
     def measure(self) -> str:
-        """The name of the figure that counts, as metrics.json has it."""
+        """The key of the main metric in metrics.json."""
         return "mAP" if self.labelled else "recall"
 
     @property
     def measured(self) -> str:
-        """The same as people write it."""
+        """The name of the main metric in tables and figures."""
         return f"mAP@{self.metrics['R']:,}" if self.labelled else f"recall@{self.metrics['k']}"
 
     def usage(self) -> list[dict[str, Any]]:
-        """How evenly each level uses the codewords: perplexity is 2**entropy, at most their number."""
+        """Entropy and perplexity (2**entropy) of the codewords of each level, and how often each is used."""
         levels = []
         for level, counts in enumerate(self.layer.usage(self.codes), 1):
             share = counts.double() / max(int(counts.sum()), 1)
@@ -84,13 +86,13 @@ def write(
     points: int = 5000,
     force: bool = False,
 ) -> list[Path]:
-    """Writes RUN/report and returns its files; what is there is replaced only with `force`.
+    """Writes RUN/report and returns its files; an existing report is replaced only with `force`.
 
     beside: another run on the same data, shown in the same tables and figures. images: pixels for the page where the
     data are features. queries: how many the page has. points: database items in the t-SNE picture, 0 for none.
     """
     _need_packages()
-    from . import plots  # needs them
+    from . import plots  # imports these packages
 
     folder = run.folder / "report"
     parts = [_part(run)]
@@ -100,7 +102,7 @@ def write(
         _same_data(parts[0], parts[1], beside)
         parts = _distinct_names(parts, (run, beside))
     first = parts[0]
-    experiment = Experiment.of(run) if first.labelled else None
+    experiment = run.experiment() if first.labelled else None
     pixels = _pixels(experiment, images)
     with run.writing(), _replaced(folder) as partial:
         if experiment is None:
@@ -108,7 +110,7 @@ def write(
         else:
             text = page.build(first, parts[1:], experiment, page.query_features(run, first.layer.dim), pixels, queries)
             (partial / "page.html").write_text(text, encoding="utf-8")
-        drawn = plots.draw(partial, parts, experiment, points)  # last, as t-SNE takes its time
+        drawn = plots.draw(partial, parts, experiment, points)  # last, because t-SNE is slow
         facts = _facts(parts, experiment)
         (partial / "report.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         (partial / "report.md").write_text(_markdown(parts, facts, drawn, experiment), encoding="utf-8")
@@ -139,7 +141,7 @@ def _part(run: Run) -> Part:
 
 
 def _same_data(first: Part, other: Part, beside: Run) -> None:
-    """Refuses to compare runs that were not asked the same."""
+    """Raises ValueError if two runs differ in data, split or queries."""
     mine, theirs = ({**_split(part), **_answers(part)} for part in (first, other))
     for name in mine:
         if mine[name] != theirs[name]:
@@ -149,7 +151,7 @@ def _same_data(first: Part, other: Part, beside: Run) -> None:
 
 
 def _split(part: Part) -> dict[str, Any]:
-    """What decides which items a trained run learns from, asks with and ranks."""
+    """The settings that determine training items, queries and database."""
     if not part.labelled:
         return {"command": part.config.get("command"), "vectors": part.source}
     split = {name: part.config.get(name) for name in _SAME_SPLIT}
@@ -169,7 +171,7 @@ def _distinct_names(parts: list[Part], runs: Iterable[Run]) -> list[Part]:
 
 
 def _pixels(experiment: Experiment | None, images: Path | None) -> page.Pixels | None:
-    """Where the page's images come from."""
+    """The pixels for the page, or None."""
     if images is not None and (experiment is None or not experiment.settings.of_features):
         whose = "a fitted run, which has no page" if experiment is None else "a run on images, which has its own"
         checks.fail("report", "images", f"left out for {whose}", images)
@@ -182,9 +184,9 @@ def _pixels(experiment: Experiment | None, images: Path | None) -> page.Pixels |
 
 @contextmanager
 def _replaced(folder: Path) -> Iterator[Path]:
-    """A new folder that takes the place of `folder` once it is whole."""
+    """Yields a new folder, which replaces `folder` if no error is raised."""
     partial, old = folder.with_name("report.partial"), folder.with_name("report.old")
-    shutil.rmtree(partial, ignore_errors=True)  # of a report that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     shutil.rmtree(old, ignore_errors=True)
     try:
         partial.mkdir()

@@ -15,12 +15,12 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
-from .experiment import Experiment
+from ..retrieval.experiment import Experiment
 
 if TYPE_CHECKING:
     from .report import Part
 
-_COLOURS = ("#c00020", "#0b5fa5")  # of the run and of the one beside it
+_COLOURS = ("#c00020", "#0b5fa5")  # of the run and of the run that it is compared with
 _STYLE: Any = {
     "svg.hashsalt": "drq_fast",
     "font.size": 11,
@@ -33,15 +33,15 @@ _STYLE: Any = {
     "legend.fontsize": "small",
 }
 _LOSSES = {"semantic": "$l_s$, adaptive margin", "triplet": "$l_t$, triplets", "error": "$E_h + E_s + E_j$, quantizer"}
-_LINES = 4  # of one run in a figure, where it has more levels
+_LINES = 4  # per run in a figure; of more levels, some are left out
 _NAMED = 20  # classes with a colour of their own
-_COMPONENTS = 50  # that t-SNE starts from
-_GAP = 0.004  # between items of one code, as a part of the picture
+_COMPONENTS = 50  # principal components that t-SNE starts from
+_GAP = 0.004  # between items of one code, relative to the size of the figure
 _SEED = 0
 
 
 def draw(folder: Path, parts: Sequence[Part], experiment: Experiment | None, points: int) -> dict[str, str]:
-    """Writes every figure that the runs have something for; returns captions by file name."""
+    """Writes all figures that the runs have data for; returns captions by file name."""
     figures: dict[str, tuple[Callable[[Sequence[Part]], Any], str]] = {}
     if experiment is not None:
         figures |= {
@@ -76,14 +76,14 @@ def draw_losses(path: Path, history: Sequence[dict[str, float]], name: str) -> N
 
 
 def _save(figure: Any, path: Path, title: str) -> None:
-    """The same bytes for the same figures: without a date."""
+    """Writes a figure without a date, so that equal figures give equal files."""
     figure.suptitle(title, fontsize="medium", fontweight="bold")
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
     figure.savefig(path, metadata=metadata, facecolor="white", dpi=130)
 
 
 def _name(name: str) -> str:
-    """A name as matplotlib draws it letter by letter, and not too long."""
+    """A name without mathtext, shortened if it is long."""
     short = name if len(name) <= 24 else f"{name[:23]}…"
     return short.replace("$", r"\$")
 
@@ -160,7 +160,7 @@ def _precision(parts: Sequence[Part]) -> Any:
 
 
 def _rows(parts: Sequence[Part]) -> list[tuple[Part, dict[str, Any], Any]]:
-    """Lengths of every run, each with a shade of the run's colour, darker where it is longer."""
+    """The code lengths of every run, each in a shade of the run's colour; longer codes are darker."""
     found = []
     for part, colour in zip(parts, _COLOURS, strict=False):
         rows = _some(part.metrics["lengths"])
@@ -169,7 +169,7 @@ def _rows(parts: Sequence[Part]) -> list[tuple[Part, dict[str, Any], Any]]:
 
 
 def _some(rows: list[Any]) -> list[Any]:
-    """As many of them as a figure has room for, the first and the last among them."""
+    """At most _LINES of them, with the first and the last."""
     places = np.linspace(0, len(rows) - 1, min(len(rows), _LINES)).round().astype(int)
     return [rows[place] for place in places]
 
@@ -244,7 +244,7 @@ def _usage(parts: Sequence[Part]) -> Any:
 
 
 def _tsne(parts: Sequence[Part], experiment: Experiment, points: int) -> Any:
-    """One panel per run, of the same items, coloured by class; of the items of one code t-SNE gets one."""
+    """One panel per run, with the same items, coloured by class. t-SNE places each distinct code once."""
     labels = experiment.items.labels[experiment.split.database]
     rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SEED))[:points].sort().values
     names, colours, kind = _kinds(labels[rows].numpy(), experiment.items.classes)
@@ -274,7 +274,7 @@ def _last(part: Part) -> str:
 
 
 def _kinds(labels: np.ndarray, classes: Sequence[str]) -> tuple[list[str], list[Any], np.ndarray]:
-    """labels [n, C] to names and colours of what is told apart, and the number of each item's; several: its first."""
+    """labels [n, C] -> names and colours of the common classes, and the number [n] of each item's first one."""
     few = len(classes) <= 10
     colours: list[Any] = [matplotlib.colormaps["tab10" if few else "tab20"](n) for n in range(10 if few else _NAMED)]
     common = sorted(np.argsort(-labels.sum(axis=0), kind="stable")[:_NAMED].tolist())
@@ -288,7 +288,7 @@ def _kinds(labels: np.ndarray, classes: Sequence[str]) -> tuple[list[str], list[
 
 
 def embed(x: np.ndarray) -> np.ndarray:
-    """Vectors [n, D] to places [n, 2]: t-SNE of their first 50 principal components."""
+    """Vectors [n, D] -> places [n, 2]: t-SNE of their first 50 principal components."""
     from sklearn.decomposition import PCA
     from sklearn.manifold import TSNE
 
@@ -301,7 +301,7 @@ def embed(x: np.ndarray) -> np.ndarray:
 
 
 def spread(place: np.ndarray, copy: np.ndarray) -> np.ndarray:
-    """Places [U, 2] of codes to places [n, 2] of items with codes copy [n]: around it like seeds of a sunflower."""
+    """Places [U, 2] of codes -> places [n, 2] of items with codes copy [n], in a sunflower spiral around each code."""
     order = np.argsort(copy, kind="stable")
     turn = np.empty(len(copy))
     turn[order] = np.arange(len(copy)) - np.searchsorted(copy[order], copy[order])

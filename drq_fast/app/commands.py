@@ -1,0 +1,299 @@
+"""The commands of `drq-fast`. Each takes the parsed options and returns its result twice: for JSON, and as text."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .. import __version__, checks, files
+from ..codes import bits
+from ..files import FileError
+from ..index import Index
+from ..quantizer import RecurrentQuantizer
+from ..retrieval.experiment import Experiment, ItemSource
+from ..retrieval.settings import Config, Settings
+from ..retrieval.train import CHECKPOINT
+from . import info as information
+from . import metrics as measures
+from .options import nearest
+from .run import Run, Source
+from .vectors import VectorFiles
+
+Result = tuple[dict[str, Any], str]
+
+
+def info(options: argparse.Namespace) -> Result:
+    """`drq-fast info`."""
+    facts = information.collect_info()
+    return facts, information.format_info(facts)
+
+
+def fit(options: argparse.Namespace) -> Result:
+    """`drq-fast fit`."""
+    run, vectors = Run(options.folder), VectorFiles(options.vectors)
+    _not_inside(run, options.vectors)
+    seed = checks.seed("fit", options.seed) or 0
+    levels = checks.integer("fit", "levels", options.levels, 1, 1000)
+    layer = RecurrentQuantizer(vectors.dim, options.codewords, levels, scale=options.scale)
+    run.vacant(run.model, options.force)
+    default = max(1 << 16, 256 * layer.codewords)
+    sample = default if options.sample is None else checks.integer("fit", "sample", options.sample, 1)
+    x = vectors.sample(sample, seed)
+    config = {
+        "command": "fit",
+        "vectors": [str(Path(name).resolve()) for name in options.vectors],
+        **{name: getattr(options, name) for name in ("codewords", "levels", "scale", "rounds", "beam", "seed")},
+        "sample": len(x),
+        "drq_fast": __version__,
+    }
+    with run.writing():
+        run.vacant(run.model, options.force)  # another process may have written one meanwhile
+        errors = layer.fit(x, rounds=options.rounds, beam=options.beam, sample=len(x), seed=seed)
+        run.replace_model(layer, config)
+        for path in (run.folder / CHECKPOINT, run.history):  # left by a training in the same folder
+            path.unlink(missing_ok=True)
+    lengths = _lengths(layer.codewords, layer.levels)
+    result = {"model": str(run.model), "sample": len(x), "errors": dict(zip(map(str, lengths), errors, strict=True))}
+    rows = [(f"{b} bits", f"{e:.4f}") for b, e in zip(lengths, errors, strict=True)]
+    return result, f"{_table(('code', 'relative squared error'), rows)}\n{run.model}: fitted to {len(x):,} vectors"
+
+
+def encode(options: argparse.Namespace) -> Result:
+    """`drq-fast encode`."""
+    run = Run(options.folder)
+    with run.locked_model() as layer:
+        source: Source
+        if options.vectors:
+            source = VectorFiles(options.vectors)
+            _not_inside(run, options.vectors)
+        else:
+            run.vacant(run.codes, options.force)  # before the network is loaded
+            source = _database(run, run.experiment(), layer)
+        run.encode(layer, source, beam=options.beam, force=options.force)
+    result = {"codes": str(run.codes), "rows": len(source), "levels": layer.levels, "bits": layer.bits}
+    return result, f"{run.codes}: {len(source):,} codes of {layer.bits} bits"
+
+
+def index(options: argparse.Namespace) -> Result:
+    """`drq-fast index`."""
+    run = Run(options.folder)
+    run.vacant(run.index, options.force)
+    with run.locked_model() as layer:
+        codes, _ = run.load_codes()
+        made = Index(layer, metric=_metric(run, options))
+        made.add_codes(codes, None if options.ids is None else files.read_array("index", options.ids))
+        made.save(run.index)
+    size = run.index.stat().st_size
+    result = {"index": str(run.index), "size": len(made), "metric": made.metric, "bytes": size}
+    return result, f"{run.index}: {len(made):,} codes, metric {made.metric}, {size:,} bytes"
+
+
+def search(options: argparse.Namespace) -> Result:
+    """`drq-fast search`."""
+    run = Run(options.folder)
+    run.need(run.index, f"`drq-fast index {run.folder}`")
+    path = run.queries if options.queries is None else Path(options.queries)
+    if options.queries is None and not path.exists():
+        checks.fail("search", "queries", "a file of vectors", "none")
+    target = None if options.out is None else Path(options.out)
+    if target is not None:
+        run.vacant(target, options.force)
+    queries = VectorFiles([path])
+    made = Index.load(run.index)
+    if queries.dim != made.dim:
+        checks.fail("search", "queries", f"of {made.dim} dimensions, as the index is", queries.dim)
+    L = _levels(options.bits, made.codewords, made.levels)
+    k = min(checks.integer("search", "k", options.k, 1), max(len(made), 1))
+    scores, ids = made.search(queries.read(0, len(queries)), k, L)
+    if target is not None:
+        archive = io.BytesIO()
+        np.savez(archive, ids=ids.numpy(), scores=scores.numpy())
+        files.write_bytes(target, archive.getvalue())
+        return {"out": str(target), "queries": len(ids), "k": k}, f"{target}: {len(ids):,} x {k} results"
+    lines = [
+        "\t".join([str(q), *(f"{i}:{s:.6g}" for i, s in zip(row.tolist(), score.tolist(), strict=True))])
+        for q, (row, score) in enumerate(zip(ids, scores, strict=True))
+    ]
+    return {"ids": ids.tolist(), "scores": scores.tolist()}, "\n".join(lines)
+
+
+def train(options: argparse.Namespace) -> Result:
+    """`drq-fast train`."""
+    run = Run(options.folder)
+    given = {} if options.config is None else _read_settings(Path(options.config))
+    given |= {name: value for name, value in vars(options).items() if name in _SETTINGS}
+    if not given.get("data"):
+        checks.fail("train", "data", "given by --data, a folder or a file", "nothing")
+    settings = Settings(**{name: given[name] for name in given.keys() & _fields(Settings)}).resolved()
+    changes = {name: given[name] for name in given.keys() & _fields(Config)}
+    experiment = Experiment(settings, dataclasses.replace(settings.config, **changes))
+    experiment.model()  # raises errors before anything is written
+    config = {"command": "train", **dataclasses.asdict(settings), **dataclasses.asdict(experiment.config)}
+    config = json.loads(json.dumps(config)) | {"drq_fast": __version__}
+    with run.writing():
+        _make_way(run, config, options.force)
+        run.write_json(run.config, config)
+        try:
+            model, history = experiment.train(run.folder)
+        finally:
+            if not (run.folder / CHECKPOINT).exists():
+                run.config.unlink()  # the training has not begun
+        run.write_json(run.history, {"epochs": history})
+        run.replace_model(model.quantizer, config)
+    counts = {name: len(rows) for name, rows in experiment.split._asdict().items()}
+    classes = len(experiment.items.classes)
+    return {"model": str(run.model), **counts, "classes": classes, "epochs": len(history)}, (
+        f"{run.model}: trained on {counts['train']:,} items of {classes} classes; "
+        f"next: drq-fast evaluate {run.folder} ({counts['query']:,} queries, {counts['database']:,} to rank)"
+    )
+
+
+def evaluate(options: argparse.Namespace) -> Result:
+    """`drq-fast evaluate`."""
+    run = Run(options.folder)
+    run.vacant(run.metrics, options.force)
+    with run.locked_model() as layer:
+        trained = run.read_json(run.config, "train").get("command") == "train"
+        metrics = _by_labels(run, layer, options) if trained else _by_neighbours(run, layer, options)
+        run.write_json(run.metrics, metrics)
+    name = "mAP" if trained else "recall"
+    rows = [(f"{row['bits']} bits", f"{row[name]:.4f}", f"{row['error']:.4f}") for row in metrics["lengths"]]
+    if metrics.get("exact"):
+        rows.append(("exact", f"{metrics['exact'][name]:.4f}", ""))
+    what = f"mAP@{metrics['R']:,}" if trained else f"recall@{metrics['k']}"
+    return metrics, f"{_table(('code', what, 'relative squared error'), rows)}\n{run.metrics}"
+
+
+def report(options: argparse.Namespace) -> Result:
+    """`drq-fast report`."""
+    from . import report as reporting
+
+    written = reporting.write(
+        Run(options.folder),
+        beside=None if options.beside is None else Run(options.beside),
+        images=None if options.images is None else Path(options.images),
+        queries=checks.integer("report", "queries", options.queries, 1),
+        points=checks.integer("report", "points", options.points, 0),
+        force=options.force,
+    )
+    return {"files": [str(path) for path in written]}, "\n".join(str(path) for path in written)
+
+
+def _database(run: Run, experiment: Experiment, layer: RecurrentQuantizer) -> ItemSource:
+    """The database of a trained run as vectors to encode."""
+    return ItemSource(experiment, experiment.trained(run.folder, layer), experiment.split.database)
+
+
+def _by_labels(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace) -> dict[str, Any]:
+    """Metrics of a trained run; encodes the database if there are no codes, and writes the queries' features."""
+    if options.queries is not None:
+        checks.fail("evaluate", "queries", "those of the protocol for a trained run", options.queries)
+    experiment = run.experiment()
+    database = _database(run, experiment, layer)
+    if not run.codes.exists():
+        run.encode(layer, database, beam=1, force=False)
+    codes, made_by = run.load_codes()
+    if made_by["source"] != json.loads(json.dumps(database.identity())):
+        raise FileError(f"run: {run.codes} are codes of other items than the database; encode again with --force.")
+    query = experiment.features(database.model, experiment.split.query)
+    files.write_array(run.queries, query.numpy())
+    x = experiment.features(database.model, experiment.split.database) if options.exact else None
+    return measures.by_labels(layer, codes, query, experiment, _metric(run, options), x)
+
+
+def _by_neighbours(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace) -> dict[str, Any]:
+    """Metrics of a fitted run."""
+    if options.queries is None:
+        checks.fail("evaluate", "queries", "a file of vectors given by --queries for a fitted run", "none")
+    codes, made_by = run.load_codes()
+    vectors = VectorFiles([file["path"] for file in made_by["source"]])
+    if vectors.identity() != made_by["source"]:
+        raise FileError("evaluate: the vectors have changed since they were encoded; encode again with --force.")
+    queries = VectorFiles([options.queries])
+    if queries.dim != layer.dim:
+        checks.fail("evaluate", "queries", f"of {layer.dim} dimensions, as the model is", queries.dim)
+    k = checks.integer("evaluate", "k", options.k, 1, len(codes))
+    return measures.by_neighbours(layer, codes, vectors, queries.read(0, len(queries)), k, _metric(run, options))
+
+
+def _metric(run: Run, options: argparse.Namespace) -> str:
+    """The metric of the options, else of the run."""
+    return options.metric or run.read_json(run.config, "fit").get("metric", "l2")
+
+
+def _make_way(run: Run, config: dict[str, Any], force: bool) -> None:
+    """Raises FileError if the folder has another run or a finished training; with `force`, deletes that first.
+
+    An unfinished training with the same settings stays, so that it is resumed, with or without `force`.
+    """
+    if not run.config.exists() and not run.model.exists():
+        return
+    there = {} if force and not run.config.exists() else run.read_json(run.config, "train")
+    differing = sorted(name for name in config if name != "drq_fast" and there.get(name) != config[name])
+    if not differing and not run.model.exists():
+        return
+    if differing and not force:
+        name = differing[0]
+        what = f" of another run ({name} is {there.get(name)} there and {config[name]} here)"
+        run.vacant(run.config, force, what)
+    run.vacant(run.model, force)
+    run.forget_codes()
+    for path in (run.model, run.folder / CHECKPOINT, run.history, run.config):
+        path.unlink(missing_ok=True)
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    """Settings by name from a JSON file; FileError if a name is unknown."""
+    try:
+        given = json.loads(path.read_text())
+    except OSError as error:
+        raise type(error)(f"train: {path} cannot be read: {error.strerror or error}.") from error
+    except ValueError as error:
+        raise FileError(f"train: {path} is not JSON ({error}).") from error
+    if not isinstance(given, dict):
+        raise FileError(f"train: {path} must hold a JSON object of settings.")
+    for name in given:
+        if name not in (*_SETTINGS, "command", "drq_fast"):
+            raise FileError(f"train: {path} has an unknown setting {name!r}{nearest(name, _SETTINGS)}")
+    return given
+
+
+def _fields(options: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(options)]
+
+
+_SETTINGS = [*_fields(Settings), *_fields(Config)]
+
+
+def _not_inside(run: Run, paths: Iterable[str]) -> None:
+    """Raises ValueError if a file of vectors is in the run's folder, where commands replace files."""
+    for path in paths:
+        if Path(path).resolve().parent == run.folder.resolve():
+            checks.fail("vectors", "a file", f"outside of {run.folder}, whose files are replaced", path)
+
+
+def _levels(length: int | None, codewords: int, levels: int) -> int:
+    """The number of levels in a code of `length` bits; None means all levels."""
+    lengths = _lengths(codewords, levels)
+    if length is not None and length not in lengths:
+        checks.fail("search", "bits", f"one of {', '.join(map(str, lengths))}", length)
+    return levels if length is None else lengths.index(length) + 1
+
+
+def _lengths(codewords: int, levels: int) -> list[int]:
+    return [bits(codewords, L) for L in range(1, levels + 1)]
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    return "\n".join(
+        "  ".join([first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))])
+        for first, *cells in (head, *rows)
+    )

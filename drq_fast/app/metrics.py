@@ -1,0 +1,103 @@
+"""The content of metrics.json: retrieval figures of a run at every code length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..codes import bits, packed_bytes
+from ..index import Index
+from ..quantizer import RecurrentQuantizer
+from ..retrieval import evaluate
+from ..retrieval.experiment import Experiment
+from .vectors import VectorFiles
+
+DEPTHS = (1, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # of the precision curve
+_SAMPLE = 1 << 14  # vectors that the error of a fitted run is measured on
+
+
+def by_labels(
+    layer: RecurrentQuantizer, codes: Tensor, query: Tensor, experiment: Experiment, metric: str, x: Tensor | None
+) -> dict[str, Any]:
+    """mAP and precision of a trained run for queries [Q, dim] and the codes [N, levels] of the database.
+
+    x [N, dim]: the features of the database, for the same figures of exact search; None leaves these out.
+    """
+    depths = [d for d in DEPTHS if d <= len(codes)]
+    labels, rows = experiment.items.labels, experiment.split
+    asked = (labels[rows.database], query, labels[rows.query])
+    rules: dict[str, Any] = {"R": experiment.R, "metric": metric, "depths": depths}
+    found = evaluate.evaluate_codes(layer, codes, *asked, **rules)
+    metrics = {
+        "kind": "labels",
+        "protocol": experiment.settings.protocol,
+        "metric": metric,
+        "R": experiment.R,
+        "queries": len(query),
+        "database": len(codes),
+        "depths": depths,
+        "lengths": [
+            _figures(figures, packed_bytes(layer.codewords, L), error)
+            for L, (figures, error) in enumerate(zip(found, _errors(layer, query), strict=True), 1)
+        ],
+    }
+    if x is not None:
+        metrics["exact"] = _figures(evaluate.evaluate_vectors(x, *asked, **rules), 4 * layer.dim, 0.0)
+    return metrics
+
+
+def _figures(figures: evaluate.Figures, size: int, error: float) -> dict[str, Any]:
+    return {
+        "bits": figures.bits,
+        "bytes": size,
+        "mAP": figures.mean_average_precision,
+        "precision": list(figures.precision),
+        "precision_at_recall": list(figures.precision_at_recall),
+        "error": error,
+    }
+
+
+def by_neighbours(
+    layer: RecurrentQuantizer, codes: Tensor, vectors: VectorFiles, query: Tensor, k: int, metric: str
+) -> dict[str, Any]:
+    """Recall@k of a fitted run: the share of the exact neighbours of queries [Q, dim] that the codes find."""
+    exact = _neighbours(vectors, query, k, metric)
+    index = Index(layer, metric=metric)
+    index.add_codes(codes)
+    lengths = [
+        {
+            "bits": bits(layer.codewords, L),
+            "bytes": packed_bytes(layer.codewords, L),
+            "recall": evaluate.recall(index.search(query, k, L).ids, exact),
+            "error": error,
+        }
+        for L, error in enumerate(_errors(layer, vectors.sample(_SAMPLE, 0)), 1)
+    ]
+    sizes = {"k": k, "queries": len(query), "database": len(codes)}
+    return {"kind": "neighbours", "metric": metric, **sizes, "lengths": lengths}
+
+
+def _neighbours(vectors: VectorFiles, query: Tensor, k: int, metric: str) -> Tensor:
+    """Row numbers [Q, k] of the exact nearest vectors, in one pass over the files."""
+    normalise = torch.nn.functional.normalize
+    query = normalise(query, dim=1) if metric == "cosine" else query
+    best = torch.empty(len(query), 0)
+    ids = torch.empty(len(query), 0, dtype=torch.int64)
+    for first, block in vectors.blocks("exact neighbours"):
+        block = normalise(block, dim=1) if metric == "cosine" else block
+        scores = query @ block.T
+        if metric == "l2":
+            scores = 2 * scores - block.square().sum(dim=1)
+        numbers = torch.arange(first, first + len(block)).expand_as(scores)
+        top = torch.cat([best, scores], dim=1).topk(min(k, best.shape[1] + len(block)), dim=1)
+        best, ids = top.values, torch.cat([ids, numbers], dim=1).gather(1, top.indices)
+    return ids
+
+
+def _errors(layer: RecurrentQuantizer, x: Tensor) -> list[float]:
+    """Squared error of x [N, dim] after each level, relative to the error of the offset alone."""
+    codes = layer.encode(x)
+    whole = (x if layer.offset is None else x - layer.offset.detach()).square().sum().clamp_min(1e-30)
+    return [float((x - layer.decode(codes, L)).square().sum() / whole) for L in range(1, layer.levels + 1)]

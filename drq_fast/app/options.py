@@ -1,0 +1,247 @@
+"""The options of the `drq-fast` command. This module does not import torch, so `--help` and wrong options are fast."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import typing
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from .. import __version__
+from ..constants import METRICS, ROUNDS
+from ..retrieval.settings import ABLATIONS, FOR_FEATURES, FOR_IMAGES, PROTOCOLS, Config, Settings
+
+_CHOICES = {"protocol": tuple(PROTOCOLS), "ablation": tuple(ABLATIONS), "metric": METRICS}
+
+
+def nearest(wrong: str, known: Iterable[str]) -> str:
+    """`, did you mean ...?` if a known name is similar; else the list of names, if it is short."""
+    names = list(known)
+    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
+    return f", did you mean {close[0]}?" if close else f" (choose from {', '.join(names)})" if len(names) < 12 else ""
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line and name the nearest known option or choice."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Ends the process with exit code 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            names = [str(choice) for choice in action.choices]
+            what = action.metavar if isinstance(action.metavar, str) else action.dest
+            raise argparse.ArgumentError(None, f"unknown {what} {value!r}{nearest(str(value), names)}")
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of the command line; `command` is the name of the command and `prog` starts its messages."""
+    parser, commands = _parsers()
+    options, unknown = parser.parse_known_args(arguments)
+    command = commands[options.command]
+    options.prog = command.prog
+    if unknown:
+        wrong = unknown[0].partition("=")[0]
+        command.error(f"unknown option {wrong!r}{nearest(wrong, command._option_string_actions)}")
+    return options
+
+
+def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
+    """The parser of the program and those of its commands."""
+    parser = _Parser(
+        prog="drq-fast",
+        description="Deep Recurrent Quantization: one training, and codes of vectors that can be cut at any length.\n\n"
+        "Commands work on a run, which is a folder. For vectors without labels, call fit, encode, index and\n"
+        "search. For the paper's image retrieval, call train, evaluate and report.",
+        epilog="example:\n  drq-fast fit run vectors.npy && drq-fast encode run vectors.npy && drq-fast index run\n"
+        "  drq-fast search run queries.npy --bits 16",
+    )
+    parser.add_argument("--version", action="version", version=f"drq_fast {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="command", required=True)
+    for add in (_fit, _encode, _index, _search, _train, _evaluate, _report, _info):
+        add(commands.add_parser)
+    return parser, dict(commands.choices)
+
+
+def _command(add: Any, name: str, summary: str, description: str, example: str, writes: bool = True) -> _Parser:
+    """Adds a command with the options that all commands share."""
+    parser: _Parser = add(name, help=summary, description=description, epilog=f"example:\n  drq-fast {example}")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    if writes:
+        parser.add_argument("folder", metavar="RUN", help="folder of the run")
+        parser.add_argument("--force", action="store_true", help="replace existing results")
+    return parser
+
+
+def _fit(add: Any) -> None:
+    parser = _command(
+        add,
+        "fit",
+        "learn a codec from vectors in .npy files, without labels",
+        "Learns a codec from a random sample of the vectors and writes RUN/model.drq. Files may be larger than memory.",
+        "fit run vectors.npy --levels 4",
+    )
+    parser.add_argument(
+        "vectors", nargs="+", metavar="FILE.npy", help="numbers [N, D]; several files are read as one array"
+    )
+    _number(parser, "--codewords", 256, "codewords K in the shared codebook")
+    _number(parser, "--levels", 4, "levels M: rounds of quantization")
+    _number(parser, "--rounds", ROUNDS, "rounds of fitting")
+    _number(parser, "--beam", 16, "beam width of the encoder in the last rounds of fitting")
+    _number(parser, "--sample", None, "vectors in the sample (default: 65,536, or 256 per codeword if that is more)")
+    _number(parser, "--seed", 0, "seed of sample and fit")
+    text = "scales of the levels: w**m (shared, the default) or one factor per level (per_level)"
+    parser.add_argument("--scale", choices=("shared", "per_level"), default="shared", metavar="scale", help=text)
+
+
+def _encode(add: Any) -> None:
+    parser = _command(
+        add,
+        "encode",
+        "write the codes of vectors, or of a trained run's database",
+        "Writes RUN/codes.npy. After an interruption, the same command resumes where it stopped.",
+        "encode run vectors.npy --beam 16",
+    )
+    parser.add_argument(
+        "vectors", nargs="*", metavar="FILE.npy", help="numbers [N, D] (default: the database of a trained run)"
+    )
+    _number(parser, "--beam", 1, "beam width of the encoder; wider is more accurate and slower")
+
+
+def _index(add: Any) -> None:
+    parser = _command(add, "index", "make an index of the codes", "Writes RUN/index.drq.", "index run --metric cosine")
+    _metric(parser)
+    parser.add_argument("--ids", metavar="FILE.npy", help="integers [N], one id per vector (default: row numbers)")
+
+
+def _search(add: Any) -> None:
+    parser = _command(
+        add,
+        "search",
+        "find the nearest codes of every query, at any code length",
+        "Prints one line per query: ids and scores, best first. Scores of metric l2 are squared distances.",
+        "search run queries.npy -k 5 --bits 16 --out found.npz",
+    )
+    parser.add_argument(
+        "queries", nargs="?", metavar="FILE.npy", help="numbers [Q, D] (default: the queries of a trained run)"
+    )
+    _number(parser, "-k", 10, "results per query")
+    _number(parser, "--bits", None, "use only the first bits of every code (default: all)")
+    parser.add_argument("--out", metavar="FILE.npz", help="write arrays `ids` and `scores` instead of printing them")
+
+
+def _train(add: Any) -> None:
+    parser = _command(
+        add,
+        "train",
+        "train the paper's network on images or features with labels",
+        "Trains in three stages and writes RUN/model.drq. After an interruption, the same command resumes from the\n"
+        "last checkpoint. The data are CIFAR-10's folder, a folder with one folder of images per class, features in\n"
+        ".npz or .npy, or text files that list images.",
+        "train run --data cifar-10-batches-bin --protocol cifar10-2 --words words.txt",
+    )
+    parser.add_argument("--config", metavar="FILE.json", help="settings by name, in the format of RUN/config.json")
+    group, kinds = parser.add_argument_group("data and network"), typing.get_type_hints(Settings)
+    for field in dataclasses.fields(Settings):
+        default = "" if field.default in (None, dataclasses.MISSING) else f"default: {field.default}"
+        _setting(group, field.name, kinds[field.name], _HELP.get(field.name, default))
+    group, kinds = parser.add_argument_group("training"), typing.get_type_hints(Config)
+    for field in dataclasses.fields(Config):
+        features, images = (_shown(preset.get(field.name, field.default)) for preset in (FOR_FEATURES, FOR_IMAGES))
+        default = f"default: {features}" + (f" for features, {images} for images" if images != features else "")
+        _setting(group, field.name, kinds[field.name], default)
+
+
+def _evaluate(add: Any) -> None:
+    parser = _command(
+        add,
+        "evaluate",
+        "mAP of a trained run, or recall of a fitted one, at every code length",
+        "Writes RUN/metrics.json. For a trained run: mAP, precision and the P-R curve of its protocol. For a fitted\n"
+        "run: recall of the exact nearest neighbours of the queries in a file.",
+        "evaluate run --queries queries.npy -k 10",
+    )
+    parser.add_argument("--queries", metavar="FILE.npy", help="for a fitted run: numbers [Q, D]")
+    _metric(parser)
+    parser.add_argument("--exact", action="store_true", help="for a trained run: also rank by the features themselves")
+    _number(parser, "-k", 10, "for a fitted run: neighbours per query")
+
+
+def _report(add: Any) -> None:
+    parser = _command(
+        add,
+        "report",
+        "tables, figures and a page with retrieved images",
+        "Writes RUN/report: report.md, report.json, figures, and page.html, where a slider over the code length\n"
+        "re-ranks retrieved images.",
+        "report run --beside unsupervised_run",
+    )
+    parser.add_argument("--beside", metavar="RUN", help="another run on the same data, to compare with")
+    text = "for data that are features: pixels of all items, uint8 [N, H, W] or [N, H, W, 3]"
+    parser.add_argument("--images", metavar="FILE.npy", help=text)
+    _number(parser, "--queries", 12, "sample queries on the page")
+    _number(parser, "--points", 5000, "database items in the t-SNE figure; 0 for no figure")
+
+
+def _info(add: Any) -> None:
+    _command(
+        add,
+        "info",
+        "versions, and the backend of every operation",
+        "Prints versions, instruction set, GPUs, and the backend of every operation with the reason why it is not a "
+        "faster one.",
+        "info --json",
+        writes=False,
+    )
+
+
+def _metric(parser: _Parser) -> None:
+    text = "l2, ip or cosine (default: the metric of a trained run, else l2)"
+    parser.add_argument("--metric", choices=METRICS, metavar="metric", help=text)
+
+
+def _number(parser: _Parser, name: str, default: int | None, text: str) -> None:
+    shown = f" (default: {default})" if default is not None else ""
+    parser.add_argument(name, type=int, default=default, metavar="int", help=text + shown)
+
+
+def _shown(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _setting(group: Any, name: str, kind: Any, text: str) -> None:
+    """Adds a field of Settings or Config as an option; if it is not given, the namespace does not have it."""
+    keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+    if kind is bool:
+        keywords["action"] = argparse.BooleanOptionalAction
+    elif name == "data":
+        keywords |= {"nargs": "+", "metavar": "PATH"}
+    elif name == "epochs":
+        keywords |= {"nargs": 3, "type": int, "metavar": "int"}
+    else:
+        plain = next((part for part in typing.get_args(kind) if part is not type(None)), kind)  # `int | None` -> int
+        keywords |= {"type": plain, "metavar": plain.__name__}
+        if name in _CHOICES:
+            keywords |= {"choices": _CHOICES[name], "metavar": name}
+    group.add_argument(f"--{name.replace('_', '-')}", **keywords)
+
+
+_HELP = {
+    "data": "a folder, a file or several lists",
+    "labels": "for features in a .npy: class numbers [N] or flags [N, C] in a .npy",
+    "root": "folder that the paths in lists of images are relative to",
+    "words": "vectors of the class names: a matrix, or a text file of word vectors",
+    "protocol": f"one of {', '.join(PROTOCOLS)} (default: cifar10-2)",
+    "ablation": f"one of {', '.join(ABLATIONS)} (default: none)",
+    "metric": "for ranking: l2, ip or cosine (default: ip; l2 for unsupervised)",
+    "train": "training images, per class or in total as in the protocol",
+    "query": "queries, per class or in total as in the protocol",
+    "backbone": "for images: efficientnet-lite0 (default), or a state dict file of torchvision's AlexNet",
+    "codewords": "codewords K in the shared codebook (default: the protocol's)",
+}
