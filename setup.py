@@ -24,14 +24,14 @@ CXX_SOURCES = [
     "csrc/cpu/adc.cpp",
     "csrc/cpu/dispatch.cpp",
     "csrc/cpu/parallel.cpp",
-    "csrc/cpu/search.cpp",
+    "csrc/cpu/search/search.cpp",
 ]
 CUDA_SOURCES = ["csrc/cuda/adc.cu", "csrc/cuda/search.cu"]
 # Compiled once per instruction set and chosen at run time.
 ISA_SOURCES = [
-    "csrc/cpu/bins.cpp",
+    "csrc/cpu/search/bins.cpp",
     "csrc/cpu/encode.cpp",
-    "csrc/cpu/scan.cpp",
+    "csrc/cpu/search/scan.cpp",
     "csrc/cpu/search/tables.cpp",
     "csrc/cpu/training.cpp",
 ]

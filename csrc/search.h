@@ -61,6 +61,9 @@ DRQ_INLINE float score_of(int metric, float sum, float norm, float constant, flo
   return lengths > 0 ? inner / lengths : 0;
 }
 
+// Costs are scores turned so that less is better; turning twice gives the score back.
+DRQ_INLINE float turned(int metric, float score) { return metric == kL2 ? score : 0.0f - score; }
+
 // The queries themselves, from which the CPU search forms the table, constants and lengths of `Search` for a few
 // queries at a time. With q' = q - offset (l2) or q:
 //   table[k]  = <q', C_k>: dimensions in order in chunks of 64, the chunks' sums in order, no fused multiply-add

@@ -219,6 +219,26 @@ inline float sum(const Floats& a) {
   return lanes[0];
 }
 
+inline bool all_finite(const float* values, int64_t count) {
+  Floats zeros = Floats::all(0);
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) zeros = zeros + (Floats::load(values + i) - Floats::load(values + i));
+  float rest = sum(zeros);
+  for (; i < count; ++i) rest += values[i] - values[i];
+  return rest == 0;
+}
+
+// The least and the greatest of at least one number; false if one of them is not finite.
+inline bool extremes(const float* values, int64_t count, float& low, float& high) {
+  Floats least = Floats::all(values[0]), most = least;
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth)
+    least = min(Floats::load(values + i), least), most = max(Floats::load(values + i), most);
+  low = smallest(least), high = -smallest(Floats::all(0) - most);
+  for (; i < count; ++i) low = values[i] < low ? values[i] : low, high = values[i] > high ? values[i] : high;
+  return all_finite(values, count);
+}
+
 // Four sums side by side hide the latency of the additions; their order is fixed.
 inline float dot(const float* a, const float* b, int64_t count) {
   Floats totals[4] = {Floats::all(0), Floats::all(0), Floats::all(0), Floats::all(0)};

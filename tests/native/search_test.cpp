@@ -5,7 +5,7 @@
 #include <cmath>
 #include <thread>
 
-#include "cpu/key.h"
+#include "cpu/search/key.h"
 #include "isa.h"
 #include "random.h"
 

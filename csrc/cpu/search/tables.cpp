@@ -48,15 +48,6 @@ void fill(const float* const (&rows)[kRows], int64_t count, const Search& job, c
     }
 }
 
-bool finite(const float* x, int64_t D) {
-  Floats zeros = Floats::all(0);
-  int64_t d = 0;
-  for (; d + kWidth <= D; d += kWidth) zeros = zeros + (Floats::load(x + d) - Floats::load(x + d));
-  float rest = sum(zeros);
-  for (; d < D; ++d) rest += x[d] - x[d];
-  return rest == 0;
-}
-
 }  // namespace
 
 int64_t fill_tables(const Search& job, const Queries& queries, int64_t begin, int64_t end, float* table,
@@ -80,7 +71,7 @@ int64_t fill_tables(const Search& job, const Queries& queries, int64_t begin, in
       }
       const float* q = rows[r] = queries.rows + (first + r) * D;
       const int64_t i = first + r - begin;
-      if (odd < 0 && !finite(q, D)) odd = first + r;
+      if (odd < 0 && !all_finite(q, D)) odd = first + r;
       if (moved) {
         float* x = centred.data + r * D;
         for (int64_t d = 0; d < D; ++d) x[d] = q[d] - queries.offset[d];

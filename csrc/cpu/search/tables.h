@@ -4,7 +4,7 @@
 #include <atomic>
 
 #include "cpu/buffer.h"
-#include "cpu/part.h"
+#include "cpu/search/part.h"
 
 namespace drq {
 namespace DRQ_ISA {

@@ -1,5 +1,5 @@
 // The k best of what a scan finds, in the order (cost, position). Included by files that are compiled once per
-// instruction set; everything has internal linkage, see tile.h.
+// instruction set; everything has internal linkage, see simd.h.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 #include <limits>
 
 #include "cpu/buffer.h"
-#include "cpu/key.h"
+#include "cpu/search/key.h"
 
 namespace drq {
 namespace DRQ_ISA {
@@ -20,25 +20,25 @@ struct Key {
   bool operator<(const Key& other) const { return bits < other.bits; }
 };
 
-// Keeps more than k candidates and throws the worst away whenever it is full: cheaper than a heap, for any k. Positions
-// must be added in ascending order.
+// Keeps up to `capacity` candidates and drops all but the k best whenever it is full: cheaper than a heap, for any k.
+// Positions must be added in ascending order.
 struct Reservoir {
-  // How many candidates it holds, of so many codes.
+  // The capacity for a search of so many codes.
   static int64_t capacity_for(int64_t k, int64_t codes) { return std::min(k + std::max<int64_t>(k, 28), codes + 1); }
 
-  // Of codes that cost as much as the ceiling or more, none is wanted.
+  // Empties it. Codes that cost as much as the ceiling or more are not wanted.
   void clear(float ceiling = std::numeric_limits<float>::infinity()) {
     count = 0, tau = ceiling, full = ceiling < std::numeric_limits<float>::infinity();
   }
 
-  // Whether there are k; if not, the ceiling was too low, or there are no more codes.
+  // Whether k candidates are held; if not, the ceiling was too low, or there are fewer than k codes.
   bool complete() {
     shrink();
     return count >= k;
   }
 
-  // Whether a code of this cost, after all that came before it, is among the k best so far. NaN costs count as
-  // infinite.
+  // Whether a code of this cost, at a later position than all others, is among the k best so far. NaN is the worst
+  // cost.
   bool wants(float cost) const { return !full || cost < tau; }
 
   void add(float cost, int64_t position) {
@@ -46,7 +46,7 @@ struct Reservoir {
     if (count == capacity) shrink();
   }
 
-  // The same for consecutive positions, before it is full; false where they do not fit.
+  // Adds consecutive positions; false, with nothing added, if k costs are known or not all positions fit.
   bool add_all(const float* costs, int64_t first, int64_t codes) {
     if (full || count + codes >= capacity) return false;
     for (int64_t i = 0; i < codes; ++i) keys[count + i] = Key{key_of(costs[i], first + i)};
@@ -71,7 +71,7 @@ struct Reservoir {
       }
       count = kept;
     }
-    tau = cost_of(last.bits), full = tau == tau;
+    tau = drq::cost_of(last.bits), full = tau == tau;
   }
 
   // The best, at most k, in order; returns how many.
@@ -89,11 +89,12 @@ struct Reservoir {
   int64_t k, capacity;
   Key *keys, *scratch;  // [capacity]
   int64_t count = 0;
-  float tau = std::numeric_limits<float>::infinity();  // the k-th best cost, once there are k, or the ceiling
-  bool full = false;                                   // costs from tau on are not wanted; k that are no numbers are
+  float tau = std::numeric_limits<float>::infinity();  // the k-th best cost at the last shrink(), or the ceiling
+  // True with a ceiling, and once k costs that are not NaN are held: later candidates must be below tau.
+  bool full = false;
 
  private:
-  // Stable, three digits of eleven bits; positions are in order already.
+  // A stable radix sort by three digits of eleven bits; positions are in order already.
   void sort_by_cost(uint64_t* out) {
     constexpr int kDigit = 11, kBuckets = 1 << kDigit;
     Buffer<uint32_t> starts(3 * kBuckets);
@@ -113,6 +114,18 @@ struct Reservoir {
       for (int64_t i = 0; i < count; ++i) stops[place + 1][next[digit(from[i], place)]++] = from[i];
     }
   }
+};
+
+// The reservoirs of a batch of queries, which share their scratch memory.
+struct Reservoirs {
+  Reservoirs(int64_t k, int64_t codes, int64_t lanes)
+      : capacity(Reservoir::capacity_for(k, codes)), kept((lanes + 1) * capacity) {
+    for (int64_t lane = 0; lane < lanes; ++lane)
+      best[lane] = {k, capacity, kept.data + lane * capacity, kept.data + lanes * capacity};
+  }
+  int64_t capacity;
+  Buffer<Key> kept;
+  Reservoir best[64];
 };
 
 }  // namespace

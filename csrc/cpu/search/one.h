@@ -1,16 +1,15 @@
 // One query against 64 codes at a time, with AVX-512: one table of 256 bytes, in four registers, serves all levels, and
-// one instruction weights the four levels of a dword and adds them up. Elsewhere, see scan_bits.h and scan_few.h.
+// one instruction weights the four levels of a dword and adds them up. See bits.h and few.h for other processors.
 #pragma once
 
-#include "cpu/scan.h"
+#include "cpu/search/bound.h"
+#include "cpu/search/reservoir.h"
 
 namespace drq {
 namespace DRQ_ISA {
 namespace {
 
 #if defined(DRQ_AVX512)
-
-constexpr int64_t kWorthABatch = 20;  // queries from which kLanes at a time are faster
 
 // Bytes 4 group .. 4 group + 3 of 16 rows of kStride bytes (1, 2, 4, 8 or 16), or all that a row has.
 template <int kStride>
@@ -39,54 +38,44 @@ inline __m512i look_up(const __m512i (&table)[4], __m512i code) {
   return _mm512_mask_blend_epi8(_mm512_movepi8_mask(code), low, high);
 }
 
-// How one query drops codes by one table (docs/math.md, section 5). With A, B and the limit as in Filter, a code can
-// only be among the k best if
+// How one query drops codes by one table (docs/math.md, section 5). With B and the limit of bound.h and
+// A = sign T, a code can only be among the k best if
 //   sum_m floor(127 scale[m] / max |scale|) floor(255 (A[b_m] - min A) / (max A - min A)) + unit B
-//   <= unit (limit - base),   A = -2 T (l2), -T (ip, cosine),   base = sum_m scale[m] min A,
-// but for rounding: weights and steps are rounded down. The table stays as it is while the limit falls.
+//   <= unit (limit - base),   base = sum_m scale[m] min A,
+// where `rounding` is added for weights below 0, which rounding down makes larger, and for the errors of float32. The
+// table stays as it is while the limit falls.
 template <int kStride, int kGroups>
 struct One {
   One(const Search& job, int64_t q, Reservoir& best) : job(job), q(q), best(best) {}
 
-  // Scans begin..end, a multiple of 64 codes; false where nothing may be dropped, so that nothing was done.
+  // Scans begin..end, a multiple of 64 codes; false, with nothing done, if no code may be dropped.
   bool run(int64_t begin, int64_t end) {
     best.shrink();
     if (!best.full || begin >= end || !build()) return false;
-    if (job.metric == kIp) scan<kIp>(begin, end);
-    if (job.metric == kL2) scan<kL2>(begin, end);
-    if (job.metric == kCosine) scan<kCosine>(begin, end);
+    with_metric(job.metric, [&](auto metric) { scan<decltype(metric)>(begin, end); });
     return true;
   }
 
  private:
   bool build() {
-    const float *const entries = job.table + q * job.K, sign = job.metric == kL2 ? -2 : -1;
-    float low = sign * entries[0], high = low, most = 0;
-    for (int64_t k = 1; k < job.K; ++k)
-      low = std::fmin(low, sign * entries[k]), high = std::fmax(high, sign * entries[k]);
-    for (int64_t m = 0; m < job.M; ++m) {
-      if (!std::isfinite(job.scale[m])) return false;
-      most = std::fmax(most, std::fabs(job.scale[m]));
-    }
-    const float per_step = high > low ? 255 / (high - low) : 1, whole = most > 0 ? 127 / most : 1;
-    unit = per_step * whole, magnitude = std::fabs(job.constants[q]);
+    if (!bound.start(job, q)) return false;
+    const float *const entries = job.table + q * job.K, sign = sign_of(job.metric);
+    const float low = sign * bound.high, high = sign * bound.low;  // of A: the sign is below 0
+    float largest = 0;
+    for (int64_t m = 0; m < job.M; ++m) largest = std::fmax(largest, std::fabs(job.scale[m]));
+    const float per_step = high > low ? 255 / (high - low) : 1, whole = largest > 0 ? 127 / largest : 1;
+    unit = per_step * whole;
+    if (!std::isfinite(whole) || !std::isfinite(unit) || !(unit > 0)) return false;
     int8_t weights[16] = {};
     for (int64_t m = 0; m < job.M; ++m) {
       weights[m] = static_cast<int8_t>(std::floor(job.scale[m] * whole));
       base += static_cast<double>(job.scale[m]) * low;
-      magnitude += 2 * std::fabs(job.scale[m]) * std::fmax(std::fabs(low), std::fabs(high));
-      if (weights[m] < 0 && job.metric != kIp) return false;  // a norm beyond all integers could wrap around
+      if (weights[m] < 0 && job.norms != nullptr) return false;  // a norm beyond all integers could wrap around
       rounding += 1e-3 * std::abs(weights[m]) + (weights[m] < 0 ? -weights[m] : 0);
     }
     alignas(64) float steps[256] = {};
     alignas(64) uint8_t bytes[256];
-    bool finite = magnitude < kLargest && std::isfinite(unit) && unit > 0;
-    // With other queries the product of lengths could be 0 or infinite, and the score 0, whatever the sum.
-    if (job.metric == kCosine && !(job.lengths[q] > 1e-15f && job.lengths[q] < 1e15f)) return false;
-    for (int64_t k = 0; k < job.K; ++k) {
-      steps[k] = (sign * entries[k] - low) * per_step;
-      finite &= steps[k] == steps[k];
-    }
+    for (int64_t k = 0; k < job.K; ++k) steps[k] = (sign * entries[k] - low) * per_step;
     for (int64_t k = 0; k < 256; k += kWidth) Floats::load(steps + k).store_bytes(bytes + k);
     for (int i = 0; i < 4; ++i) table[i] = _mm512_load_si512(bytes + 64 * i);
     for (int g = 0; g < kGroups; ++g) {
@@ -94,39 +83,38 @@ struct One {
       std::memcpy(&four, weights + 4 * g, sizeof four);
       weight[g] = _mm512_set1_epi32(four);
     }
+    const double limit = bound.limit(best.tau);
+    if (!((bound.magnitude + std::fabs(limit)) * unit < 1e37)) return false;
     tighten();
-    return finite && (magnitude + std::fabs(Filter::limit_of(job, q, best.tau))) * unit < 1e37;
+    return true;
   }
 
-  // Sets the limit for the k-th best cost so far. It is close to 0 where norms are added, so that only norms that are
-  // far below or above it are beyond all integers.
+  // Sets the limit for the k-th best cost so far. With norms it is shifted to about 0, so that integers overflow only
+  // for norms that are far below or above it.
   void tighten() {
-    const double limit = Filter::limit_of(job, q, best.tau);
-    const double least = job.metric == kCosine ? 6e-26 * job.lengths[q] : 0;  // scores have no finer steps
-    const double slack = (magnitude + std::fabs(limit)) * (8 * (job.M + 4)) / (1 << 24) + least;
-    const double steps = (limit + slack - base) * unit;
-    shift = job.metric == kIp ? 0 : static_cast<float>(steps);
+    const double steps = (bound.limit(best.tau) - base) * unit;
+    shift = job.norms == nullptr ? 0 : static_cast<float>(steps);
     most = static_cast<int32_t>(std::fmin(std::fmax(std::floor(steps - shift + rounding + 1), -2e9), 2e9));
-    // The root is approximate, and off to the safe side.
-    const double c = -static_cast<double>(best.tau) * (job.metric == kCosine ? job.lengths[q] : 0);
-    factor = job.metric == kCosine ? static_cast<float>(c * unit * (c >= 0 ? 1 - 1.0 / 4096 : 1 + 1.0 / 4096)) : unit;
+    // The root is approximate; the factor makes up for that.
+    const double c = bound.factor(best.tau) * unit;
+    factor = static_cast<float>(job.metric != kCosine ? c : c * (c >= 0 ? 1 - 1.0 / 4096 : 1 + 1.0 / 4096));
     if (!std::isfinite(factor)) factor = shift = 0, most = std::numeric_limits<int32_t>::max();  // keep all
   }
 
-  // What the norms of 16 codes add, less `shift`; what is far above all limits is cut off. A norm that is no number, or
-  // has no root, makes the least of all integers.
-  template <int kMetric>
+  // B of 16 codes in units, less `shift`; what is far above all limits is clamped. A norm that is NaN, or has no root,
+  // gives the least of all integers, so that the code is kept.
+  template <class Metric>
   __m512i start(int64_t n) const {
-    if (kMetric == kIp) return _mm512_setzero_si512();
+    if (!Metric::kNorms) return _mm512_setzero_si512();
     __m512 norms = _mm512_loadu_ps(job.norms + n);
-    if (kMetric == kCosine) norms = _mm512_mul_ps(norms, _mm512_rsqrt14_ps(norms));
+    if (Metric::kRoot) norms = _mm512_mul_ps(norms, _mm512_rsqrt14_ps(norms));
     const __m512 added = _mm512_fmsub_ps(norms, _mm512_set1_ps(factor), _mm512_set1_ps(shift));
     return _mm512_cvttps_epi32(_mm512_min_ps(_mm512_set1_ps(1e9f), added));
   }
 
   const uint8_t* row(int64_t n) const { return static_cast<const uint8_t*>(job.codes) + n * kStride; }
 
-  template <int kMetric>
+  template <class Metric>
   void scan(int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end;) {
       const __m512i local[4] = {table[0], table[1], table[2], table[3]}, limit = _mm512_set1_epi32(most);
@@ -134,7 +122,7 @@ struct One {
       bool any = false;
       for (; n < end && !any; n += 64) {
         for (int i = 0; i < 4; ++i) {
-          sums[i] = start<kMetric>(n + 16 * i);
+          sums[i] = start<Metric>(n + 16 * i);
           for (int g = 0; g < kGroups; ++g)
             sums[i] = _mm512_dpbusd_epi32(sums[i], look_up(local, dwords_of<kStride>(row(n + 16 * i), g)), weight[g]);
         }
@@ -146,7 +134,7 @@ struct One {
     }
   }
 
-  // Scores what is left of 64 codes, but for copies of the one that was turned down last.
+  // Scores the codes of 64 that are left, except copies of the one that was turned down last.
   __attribute__((noinline)) void look_closely(int64_t first, const __m512i (&sums)[4]) {
     uint64_t candidates = 0;
     for (int i = 0; i < 4; ++i)
@@ -190,15 +178,22 @@ struct One {
   int64_t q;
   Reservoir& best;
   __m512i table[4], weight[kGroups];
-  double base = 0, magnitude = 0, rounding = 0;
+  Bound bound;
+  double base = 0, rounding = 0;
   float unit = 0, factor = 0, shift = 0;
-  int32_t most = 0;  // the limit
+  int32_t most = 0;  // the greatest sum that is kept
   int64_t rejected = -1;
 };
 
-// Scans as many codes as it can from `begin`, after the seeds, and returns where it stopped.
+// Whether scan_one() knows rows like these.
+bool takes_one(const Search& job) {
+  const int64_t s = job.stride;
+  return !job.wide && s >= job.M && (s == 1 || s == 2 || s == 4 || s == 8 || s == 16);
+}
+
+// Scans as many codes as it can from `begin` and returns where it stopped.
 int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reservoir& best) {
-  if (job.wide || job.stride < job.M) return begin;
+  if (!takes_one(job)) return begin;
   // Rows are read whole, but the last one of all may end after M codes.
   const int64_t whole = end == job.N && job.M < job.stride ? end - 1 : end;
   const int64_t last = begin + (whole - begin) / 64 * 64;
@@ -216,8 +211,7 @@ int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reser
 
 #else
 
-constexpr int64_t kWorthABatch = 3;
-
+bool takes_one(const Search&) { return false; }
 int64_t scan_one(const Search&, int64_t, int64_t begin, int64_t, Reservoir&) { return begin; }
 
 #endif

@@ -1,8 +1,11 @@
-// One query against 32 codes at a time, with AVX2: each term of a score as a whole number of two to four bits, and each
-// bit as the set of codewords that have it. A set of 256 takes two look-ups of 16 bytes. See scan_one.h for AVX-512.
+// One query against 32 codes at a time, with AVX2: each term of a score is a whole number of two to four bits, and each
+// bit is the set of the codewords that have it. Two look-ups of 16 bytes tell whether a codeword is in a set of 256.
+// See one.h for AVX-512.
 #pragma once
 
-#include "cpu/scan.h"
+#include "cpu/search/bound.h"
+#include "cpu/search/part.h"
+#include "cpu/search/reservoir.h"
 
 namespace drq {
 namespace DRQ_ISA {
@@ -46,17 +49,18 @@ inline uint32_t rows_of(__m256i marks) {
   return static_cast<uint32_t>(_mm256_movemask_epi8(in_order));
 }
 
-// 32 whole numbers as bytes, from 0 to 255 if they are not, in the order of codes_of().
+// 32 whole numbers as bytes, saturated to 0..255, in the order of codes_of().
 inline __m256i bytes_of(__m256i rows0, __m256i rows8, __m256i rows16, __m256i rows24) {
   const __m256i apart = _mm256_packus_epi16(_mm256_packs_epi32(rows0, rows8), _mm256_packs_epi32(rows16, rows24));
   const __m128i together = _mm_setr_epi8(0, 8, 4, 12, 1, 9, 5, 13, 2, 10, 6, 14, 3, 11, 7, 15);
   return _mm256_shuffle_epi8(apart, _mm256_broadcastsi128_si256(together));
 }
 
-// How one query drops codes by few bits (docs/math.md, section 5). With A, B and the limit as in Filter, and a step
-// that goes 2^bits - 1 times into limit - sum of the minima of A_m - least, a code can only be among the k best if
+// How one query drops codes by few bits (docs/math.md, section 5). With A and the limit of bound.h, and a step that
+// goes 2^bits - 1 times into limit - sum of the minima of A_m - least, a code can only be among the k best if
 //   sum_m floor((A_m[b_m] - min A_m) / step) + (norm - least) / step < 2^bits - 1,
-// with the norm rounded down to parts of a step, and any number of first levels. Norms below `least` are kept.
+// with the norm rounded down to parts of a step, and any number of first levels. Codes with norms below `least` are
+// kept.
 struct Bits {
   static constexpr int kBits = 4, kLevels = 4;  // the most
 
@@ -67,27 +71,11 @@ struct Bits {
     q = query, best = &reservoir;
     seen = chosen = 0, way = kFinest, expected = 0;
     least = std::numeric_limits<float>::infinity();
-    const float* const entries = job.table + q * job.K;
-    usable = !job.wide && job.metric != kCosine && (job.stride == 4 || job.stride == 8) && job.M >= 2 &&
-             job.stride >= job.M && job.K <= 256;
-    if (!usable) return;
-    float low = entries[0], high = low;
-    for (int64_t k = 0; k < 256; ++k) {
-      table[k] = entries[k < job.K ? k : 0];
-      low = table[k] < low ? table[k] : low, high = table[k] > high ? table[k] : high;
-      usable &= std::isfinite(table[k]);
-    }
-    sign = job.metric == kL2 ? -2 : -1, base = 0, magnitude = std::fabs(job.constants[q]);
-    for (int64_t m = 0; m < job.M; ++m) {
-      const float lowest = Filter::lowest(sign, job.scale[m], low, high);
-      if (m < kLevels) minima[m] = lowest;
-      base += lowest;
-      magnitude += 2 * std::fabs(sign * job.scale[m]) * std::fmax(std::fabs(low), std::fabs(high));
-    }
-    usable &= magnitude < kLargest;
+    usable &= bound.start(job, q);
+    for (int64_t k = 0; k < 256; ++k) table[k] = job.table[q * job.K + (k < job.K ? k : 0)];
   }
 
-  // Scans as many of the codes begin..end as it can, after the seeds, and returns where it stopped.
+  // Scans as many of the codes begin..end as it can and returns where it stopped.
   int64_t run(int64_t begin, int64_t end) {
     if (!usable) return begin;
     if (end == job.N && job.M < job.stride) --end;  // rows are read whole, but the last one may end after M codes
@@ -117,14 +105,7 @@ struct Bits {
   static constexpr int kFinest = sizeof kWays / sizeof *kWays - 1;
   static constexpr int64_t kTried = 512, kGroups = 64;
 
-  // What the terms of a code that is wanted add up to less than.
-  double span_of(float tau) const {
-    const double limit = Filter::limit_of(job, q, tau);
-    const double slack = (magnitude + std::fabs(limit)) * (8 * (job.M + 4)) / (1 << 24);
-    return limit + slack - base - (job.norms == nullptr ? 0 : least);
-  }
-
-  // Lowers `least` to what the least of some norms is.
+  // Lowers `least` to the least of some norms.
   void look_at_norms(int64_t at, int64_t codes) {
     for (int64_t i = 0; i < 64; ++i) {
       const float norm = job.norms[at + codes * i / 64];
@@ -132,20 +113,20 @@ struct Bits {
     }
   }
 
-  // Sets of codewords for the best so far; false where nothing can be said.
+  // Sets of codewords for the best so far; false if nothing may be dropped.
   bool build(int which) {
     const int bits = kWays[which].bits, all = (1 << bits) - 1;
-    const double span = span_of(best->tau);
-    inverse = static_cast<float>((all - 0.01) / span);
-    if (!std::isfinite(span) || !(span > 0) || !std::isfinite(inverse) || !std::isfinite(inverse * 256)) return false;
+    const double base = bound.base + (job.norms == nullptr ? 0 : least);
+    if (!steps.set(base, bound.limit(best->tau), all)) return false;
     std::memset(sets, 0, sizeof sets);
     for (int m = 0; m < kWays[which].levels; ++m) {
-      const Floats scale = Floats::all(job.scale[m]), signs = Floats::all(sign), low = Floats::all(minima[m]);
+      const Floats scale = Floats::all(job.scale[m]), signs = Floats::all(sign_of(job.metric));
+      const Floats low = Floats::all(bound.minima[m]), inverse = Floats::all(steps.inverse);
       for (int64_t high = 0; high < 16; ++high) {
         const Floats term = signs * (scale * Floats::load(table + 16 * high));
-        uint8_t steps[16];
-        min((term - low) * Floats::all(inverse), Floats::all(static_cast<float>(all))).store_bytes(steps);
-        const __m128i each = _mm_loadu_si128(reinterpret_cast<const __m128i*>(steps));
+        uint8_t counts[16];
+        min((term - low) * inverse, Floats::all(static_cast<float>(all))).store_bytes(counts);
+        const __m128i each = _mm_loadu_si128(reinterpret_cast<const __m128i*>(counts));
         const __m128i place = _mm_set1_epi8(static_cast<char>(1 << high % 8));
         for (int bit = 0; bit < bits; ++bit) {
           const __m128i one = _mm_set1_epi8(static_cast<char>(1 << bit));
@@ -155,28 +136,27 @@ struct Bits {
         }
       }
     }
-    factor = inverse * static_cast<float>(256 >> bits);
+    factor = steps.inverse * static_cast<float>(256 >> bits);
     shift = job.norms == nullptr ? 0 : static_cast<float>(static_cast<double>(least) * factor - 1);
     if (!std::isfinite(shift)) return false;
     tighten(bits);
     return true;
   }
 
-  // Sets the bound for the k-th best cost so far. Steps carry a relative error of a few units of float32, hence the
-  // 0.005; with the 0.01 of build(), the sum of all steps of the span is out.
+  // Sets the threshold for the k-th best cost so far.
   void tighten(int bits) {
     const int all = (1 << bits) - 1, parts = 256 >> bits;
-    const double steps = std::fmax(span_of(best->tau) * inverse + 0.005, -1);
-    const double byte = job.norms == nullptr ? -1 - std::fmin(std::floor(steps), all - 1)
-                                             : std::fmin(std::floor(std::fmax(steps, 0) * parts) + 1, all * parts);
-    bound = _mm256_set1_epi8(static_cast<char>(static_cast<int>(byte)));
+    const double most = std::fmax(steps.at(bound.limit(best->tau)), -1);
+    const double byte = job.norms == nullptr ? -1 - std::fmin(std::floor(most), all - 1)
+                                             : std::fmin(std::floor(std::fmax(most, 0) * parts) + 1, all * parts);
+    threshold = _mm256_set1_epi8(static_cast<char>(static_cast<int>(byte)));
   }
 
   static double cost_of_way(int which, int64_t left, int64_t codes) {
     return kWays[which].cost + kCloser * left / codes;
   }
 
-  // By the first of the next codes.
+  // The cost of a way, by the first of the next codes.
   double try_way(int which, int64_t at) {
     if (kWays[which].levels > job.M || !build(which)) return by_floats;
     return cost_of_way(which, scan(which, at, at + kTried, true), kTried);
@@ -246,15 +226,15 @@ struct Bits {
     }
     __m256i sum = counts[kBits - 1];  // negative
     for (int bit = kBits - 2; bit >= 0; --bit) sum = _mm256_add_epi8(_mm256_add_epi8(sum, sum), counts[bit]);
-    if constexpr (!kNorms) return _mm256_cmpgt_epi8(sum, bound);
+    if constexpr (!kNorms) return _mm256_cmpgt_epi8(sum, threshold);
     const __m256i steps = _mm256_min_epu8(_mm256_sub_epi8(zero, sum), _mm256_set1_epi8((1 << kBits) - 1));
     const __m256i of_norms = kNorms ? steps_of(norms) : zero;
     const __m256i total = _mm256_adds_epu8(_mm256_slli_epi16(steps, 8 - kBits), of_norms);
-    const __m256i within = _mm256_cmpeq_epi8(_mm256_subs_epu8(total, bound), zero);
+    const __m256i within = _mm256_cmpeq_epi8(_mm256_subs_epu8(total, threshold), zero);
     return _mm256_or_si256(within, _mm256_cmpeq_epi8(of_norms, zero));
   }
 
-  // Parts of a step by which 32 norms are above `least`, and 1; 0 for norms below it and for what is no number.
+  // 1 + the parts of a step by which 32 norms are above `least`; 0 for norms below it and for NaN.
   __m256i steps_of(const float* norms) const {
     const __m256 factors = _mm256_set1_ps(factor), shifts = _mm256_set1_ps(shift);
     const auto eight = [&](const float* p) {
@@ -263,8 +243,8 @@ struct Bits {
     return bytes_of(eight(norms), eight(norms + 8), eight(norms + 16), eight(norms + 24));
   }
 
-  // Scores what is left of the codes first..last, unless bits is 0; returns how many these are. Many at once, and few
-  // branches that are hard to guess.
+  // Scores the codes of first..last that are left, unless bits is 0; returns how many these are. Many at once, with few
+  // branches that are hard to predict.
   __attribute__((noinline)) int64_t look_closely(int64_t first, int64_t last, const __m256i* marks, int bits) {
     int32_t groups[kGroups + 1], places[32 * kGroups];
     int64_t noted = 0, left = 0;
@@ -291,12 +271,12 @@ struct Bits {
   int64_t q = 0, seen = 0, chosen = 0;  // codes so far, and when the way was chosen
   Reservoir* best = nullptr;
   int way = 0;
-  __m256i bound;        // without norms what the negative sum of steps must be above, with them the greatest sum
+  __m256i threshold;    // without norms what the negative sum of steps must be above, with them the greatest sum
   double expected = 0;  // cost of the way
   bool usable = false;
-  float sign = -1, least = 0, inverse = 0, factor = 0, shift = 0;
-  double base = 0, magnitude = 0;
-  float minima[kLevels] = {};
+  float least = 0, factor = 0, shift = 0;
+  Bound bound;
+  Steps steps;
   alignas(32) float table[256];
   __m128i sets[kLevels][kBits][2];
 };

@@ -1,4 +1,4 @@
-// Shares queries or codes out among threads, scans with the instruction set at hand and merges what they found.
+// Shares queries or codes out among threads, scans with the instruction set at hand and merges the results.
 #include "search.h"
 
 #include <algorithm>
@@ -6,35 +6,69 @@
 #include <memory>
 #include <vector>
 
-#include "cpu/key.h"
 #include "cpu/parallel.h"
-#include "cpu/part.h"
+#include "cpu/search/key.h"
+#include "cpu/search/part.h"
 #include "isa.h"
 
 namespace drq {
 
 DRQ_DECLARE_COPIES(void, scan, const Part& part)
-DRQ_DECLARE_COPIES(void, fill_bins, const Search& job, Bins& bins)
 DRQ_DECLARE_COPIES(bool, in_batches, const Search& job)
-DRQ_DECLARE_COPIES(int64_t, queries_at_a_time, )
+DRQ_DECLARE_COPIES(NormRange, norm_range, const Search& job, int64_t begin, int64_t end)
+DRQ_DECLARE_COPIES(void, place_bins, const Search& job, NormRange range, Bins& bins)
+DRQ_DECLARE_COPIES(void, fill_bins, const Search& job, int64_t begin, int64_t end, const Bins& bins)
 DRQ_DECLARE_COPIES(int64_t, fill_tables, const Search& job, const Queries& queries, int64_t begin, int64_t end,
                    float* table, float* constants, float* lengths)
 
 namespace {
 
-// Codes, and look-ups, that are worth a thread, which takes some 50 us to wake up.
-constexpr int64_t kLeastRange = 1 << 15, kLeastWork[kIsaCount] = {1 << 18, 1 << 19, 1 << 23};
+// How the work is divided: `groups` of queries, each over `ranges` of codes.
+struct Division {
+  Division(const Search& job, int isa, int threads, bool in_batches) {
+    // Rough times: of a thread that wakes up and does something useful, of a query, and of one of its look-ups.
+    constexpr double kThread = 60e-6, kQuery = 3e-6, kLookUp[kIsaCount] = {230e-12, 110e-12, 15e-12};
+    constexpr int64_t kLeastRange = 1 << 15, kLeastBatch = 16;
+    const double time = job.Q * (kQuery + kLookUp[isa] * static_cast<double>(job.N * job.M));
+    const int64_t parts = std::max<int64_t>(1, static_cast<int64_t>(std::min<double>(threads, time / kThread)));
+    const bool even = job.Q % parts == 0 || job.Q >= 4 * parts || job.N < parts * kLeastRange;
+    groups = std::min(parts, std::max<int64_t>(1, in_batches ? job.Q / kLeastBatch : even ? job.Q : 1));
+    ranges = std::max<int64_t>(1, std::min(parts / groups, job.N / kLeastRange));
+  }
+  int64_t groups, ranges;
+};
+
+// Bins for all norms, by as many threads as pay.
+std::unique_ptr<uint8_t[]> bin_norms(const Search& job, int isa, int threads, Bins& bins) {
+  constexpr int64_t kLeast = 1 << 18;  // norms that are worth a thread
+  std::unique_ptr<uint8_t[]> memory(new uint8_t[job.N]);
+  bins.bins = memory.get();
+  const int parts = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(threads, job.N / kLeast)));
+  std::vector<NormRange> found(parts);
+  parallel_for(job.N, parts, [&](int64_t begin, int64_t end, int64_t part) {
+    found[part] = DRQ_CHOOSE_COPY(norm_range, isa)(job, begin, end);
+  });
+  NormRange range = found[0];
+  for (const NormRange& each : found) {
+    if (!(each.low >= range.low)) range.low = each.low;  // NaN wins
+    if (range.low != range.low) break;
+    range.high = std::max(range.high, each.high);
+  }
+  DRQ_CHOOSE_COPY(place_bins, isa)(job, range, bins);
+  parallel_for(job.N, parts,
+               [&](int64_t begin, int64_t end, int64_t) { DRQ_CHOOSE_COPY(fill_bins, isa)(job, begin, end, bins); });
+  return memory;
+}
 
 // Writes the results of one query, best first, from up to k keys in order.
 void write(const Search& job, int64_t q, const uint64_t* keys, int64_t count) {
   float* scores = job.scores + q * job.k;
   int64_t* positions = job.positions + q * job.k;
   for (int64_t i = 0; i < count; ++i) {
-    scores[i] = job.metric == kL2 ? cost_of(keys[i]) : 0.0f - cost_of(keys[i]);
+    scores[i] = turned(job.metric, cost_of(keys[i]));
     positions[i] = position_of(keys[i]);
   }
-  const float worst = std::numeric_limits<float>::infinity();
-  std::fill(scores + count, scores + job.k, job.metric == kL2 ? worst : -worst);
+  std::fill(scores + count, scores + job.k, turned(job.metric, std::numeric_limits<float>::infinity()));
   std::fill(positions + count, positions + job.k, -1);
 }
 
@@ -60,22 +94,15 @@ void pack_codebook(const float* codebook, float* columns, int64_t K, int64_t D) 
 
 int64_t search_cpu(const Search& given, const Queries& queries, int isa, int threads) {
   Search job = given;
-  // Many queries are shared out in whole batches, of few queries the codes are.
-  const int64_t batch = DRQ_CHOOSE_COPY(queries_at_a_time, isa)(), batches = (job.Q + batch - 1) / batch;
-  const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(threads, job.N * job.Q * job.M / kLeastWork[isa]));
-  const int64_t groups = batches >= parts ? parts : 1;
-  const int64_t ranges = groups > 1 ? 1 : std::max<int64_t>(1, std::min(parts, job.N / kLeastRange));
+  const bool in_batches = DRQ_CHOOSE_COPY(in_batches, isa)(job), binning = in_batches && job.norms != nullptr;
+  const Division division(job, isa, threads, in_batches);
+  const int64_t groups = division.groups, ranges = division.ranges;
 
   const std::unique_ptr<uint64_t[]> keys(new uint64_t[ranges * job.Q * job.k]);
   const std::unique_ptr<int64_t[]> counts(new int64_t[ranges * job.Q]);
-  std::unique_ptr<uint8_t[]> binned;
   Bins bins;
-  const bool in_batches = DRQ_CHOOSE_COPY(in_batches, isa)(job), binning = in_batches && job.norms != nullptr;
-  if (binning) {
-    binned.reset(new uint8_t[job.N]);
-    bins.bins = binned.get();
-    DRQ_CHOOSE_COPY(fill_bins, isa)(job, bins);
-  }
+  std::unique_ptr<uint8_t[]> binned;
+  if (binning) binned = bin_norms(job, isa, static_cast<int>(groups * ranges), bins);
   // One query at a time, threads take codes in turn: a thread that starts late takes fewer.
   const bool in_turn = ranges > 1 && !in_batches;
   const std::unique_ptr<std::atomic<int64_t>[]> taken(in_turn ? new std::atomic<int64_t>[job.Q]() : nullptr);
@@ -94,8 +121,7 @@ int64_t search_cpu(const Search& given, const Queries& queries, int isa, int thr
   const auto scan = DRQ_CHOOSE_COPY(scan, isa);
   parallel_for(groups * ranges, static_cast<int>(groups * ranges), [&](int64_t unit, int64_t, int64_t) {
     const int64_t group = unit / ranges, range = unit % ranges;
-    const int64_t first = std::min(job.Q, batches * group / groups * batch);
-    const int64_t last = std::min(job.Q, batches * (group + 1) / groups * batch);
+    const int64_t first = job.Q * group / groups, last = job.Q * (group + 1) / groups;
     const int64_t begin = in_turn ? 0 : job.N * range / ranges, end = in_turn ? job.N : job.N * (range + 1) / ranges;
     scan(Part{job, to_compute ? &queries : nullptr, &odd, binning ? &bins : nullptr, first, last, begin, end,
               keys.get() + range * job.Q * job.k, counts.get() + range * job.Q, taken.get()});

@@ -1,9 +1,9 @@
-// One query by the first few levels, in floats: after them most codes are out. For codes that neither scan_one.h nor
-// scan_bits.h can take, and for processors without AVX2.
+// One query by the first few levels, in floats: most codes are out after them. For codes that neither one.h nor bits.h
+// can take, and for processors without AVX2. Included by files that are compiled once per instruction set; see simd.h.
 #pragma once
 
-#include "cpu/buffer.h"
-#include "cpu/scan.h"
+#include "cpu/search/bound.h"
+#include "cpu/search/reservoir.h"
 
 namespace drq {
 namespace DRQ_ISA {
@@ -11,8 +11,8 @@ namespace {
 
 constexpr int64_t kFewest = 4096;  // codes for which it pays to find out how many levels will do
 
-// With A, B and the limit as in Filter, a code can only be among the k best if
-//   sum of A_m[b_m] over its first levels + B(norm) < limit - sum of the minima of A_m over the others.
+// With A, B and the limit of bound.h, a code can only be among the k best if
+//   sum of A_m[b_m] over its first levels + B(norm) < limit - sum of the minima of A_m over the other levels.
 template <class Code>
 struct Few {
   static constexpr int kMost = 4;
@@ -22,7 +22,7 @@ struct Few {
   // For another query.
   void start(int64_t query, Reservoir& reservoir) { q = query, best = &reservoir, built = false; }
 
-  // Scans as many of the codes begin..end as it can, after the seeds, and returns where it stopped: at one of both.
+  // Returns `end` if it scanned begin..end, else `begin`. The k-th best cost must be known.
   int64_t run(int64_t begin, int64_t end) {
     if (end - begin < kFewest || job.M <= 2 || job.metric == kCosine) return begin;
     best->shrink();
@@ -36,29 +36,18 @@ struct Few {
 
  private:
   bool build() {
-    if (built) return finite;
-    const float *const entries = job.table + q * job.K, sign = job.metric == kL2 ? -2 : -1;
-    float low = entries[0], high = low;
-    finite = built = true;
-    for (int64_t k = 0; k < job.K; ++k) {
-      low = entries[k] < low ? entries[k] : low, high = entries[k] > high ? entries[k] : high;
-      finite &= std::isfinite(entries[k]);
-    }
-    magnitude = std::fabs(job.constants[q]);
-    for (int64_t m = 0; m < job.M; ++m) {
-      minima[m] = Filter::lowest(sign, job.scale[m], low, high);
-      magnitude += 2 * std::fabs(sign * job.scale[m]) * std::fmax(std::fabs(low), std::fabs(high));
-      if (m >= kMost) continue;
+    if (built) return usable;
+    built = true, usable = bound.start(job, q);
+    const float *const entries = job.table + q * job.K, sign = sign_of(job.metric);
+    for (int64_t m = 0; m < std::min<int64_t>(kMost, job.M); ++m)
       for (int64_t k = 0; k < job.K; ++k) terms.data[m * job.K + k] = sign * (job.scale[m] * entries[k]);
-    }
-    return finite = finite && magnitude < kLargest;
+    return usable;
   }
 
-  // What the sum over so many levels must be below, for the k-th best cost so far.
+  // What the sum over so many levels must be below, for the k-th best cost so far; rounded up.
   float limit(int levels) const {
-    double limit = Filter::limit_of(job, q, best->tau);
-    limit += (magnitude + std::fabs(limit)) * (8 * (job.M + 4)) / (1 << 24);
-    for (int64_t m = levels; m < job.M; ++m) limit -= minima[m];
+    double limit = bound.limit(best->tau);
+    for (int64_t m = levels; m < job.M; ++m) limit -= bound.minima[m];
     return static_cast<float>(limit) * (1 + (limit > 0 ? 1e-6f : -1e-6f));
   }
 
@@ -72,7 +61,7 @@ struct Few {
     };
   }
 
-  // So many levels that hardly any code is left, 0 if there is no such number: by some of the codes.
+  // The least number of levels after which hardly any code is left, by a sample of the codes; 0 if there is none.
   int choose(int64_t begin, int64_t end) const {
     constexpr int64_t kTried = 512;
     for (int levels = 2; levels <= kMost && levels < job.M; ++levels) {
@@ -107,7 +96,7 @@ struct Few {
     look_closely<kLevels, kNorms>(n, end, below);
   }
 
-  // Scores those codes that are left; returns the limit from then on.
+  // Scores the codes that are left; returns the new limit.
   template <int kLevels, bool kNorms>
   __attribute__((noinline)) float look_closely(int64_t first, int64_t last, float below) {
     const auto sum_of = summing<kNorms>();
@@ -124,9 +113,8 @@ struct Few {
   int64_t q = 0;
   Reservoir* best = nullptr;
   Buffer<float> terms;  // [kMost, K]  A
-  float minima[kMaxLevels] = {};
-  double magnitude = 0;
-  bool built = false, finite = false;
+  Bound bound;
+  bool built = false, usable = false;
 };
 
 }  // namespace

@@ -1,0 +1,312 @@
+// A batch of queries by bytes, one query per lane: a look-up is one line of bytes that serves them all. Included by
+// files that are compiled once per instruction set; see simd.h.
+#pragma once
+
+#include "cpu/search/bound.h"
+#include "cpu/search/bytes.h"
+#include "cpu/search/ceilings.h"
+#include "cpu/search/floats.h"
+#include "cpu/search/part.h"
+#include "cpu/search/reservoir.h"
+
+namespace drq {
+namespace DRQ_ISA {
+namespace {
+
+template <class Code>
+bool same_code(const Search& job, int64_t a, int64_t b) {
+  const Code *left = row_of<Code>(job, a), *right = row_of<Code>(job, b);
+  bool same = job.norms == nullptr || job.norms[a] == job.norms[b];
+  for (int64_t m = 0; m < job.M; ++m) same &= left[m] == right[m];
+  return same;
+}
+
+// Codes that were scored lately, and the lanes that have turned them down: these never want a copy of them, because
+// thresholds only fall.
+template <class Code>
+struct Rejected {
+  struct Entry {
+    uint32_t position;
+    uint64_t lanes;
+  };
+  Entry& entry_of(const Search& job, int64_t n) {
+    const Code* code = row_of<Code>(job, n);
+    uint64_t hash = 0;
+    for (int64_t m = 0; m < job.M; ++m) hash = hash * 31 + code[m];
+    Entry& entry = entries[(hash * 0x9e3779b97f4a7c15u) >> 56];
+    if (entry.lanes == 0 || !same_code<Code>(job, entry.position, n)) entry = {static_cast<uint32_t>(n), 0};
+    return entry;
+  }
+  Entry entries[256] = {};
+};
+
+template <class Code, int kLanes>
+class Batch {
+ public:
+  // For searches of up to kLanes queries that differ from `all` in the queries only, in `count` codes.
+  Batch(const Search& all, const Bins* bins, int64_t count)
+      : job(all),
+        bins(bins),
+        sampled(Ceilings<Code, kLanes>::sampled(all.k, count)),
+        ceilings(all.k, count),
+        transposed(job.K * kLanes),
+        lines((job.M * job.K + (bins != nullptr ? 256 : 0)) * kLanes),
+        terms(job.M * job.K) {}
+
+  // guesses, if not null: what the k-th best cost of each query is thought to stay below. Where that is wrong the query
+  // is searched again.
+  void run(const Search& some, int64_t begin, int64_t end, Reservoir* reservoirs, const float* guesses) {
+    job = some, queries = job.Q, best = reservoirs;
+    start();
+    active = ~uint64_t{0} >> (64 - queries);
+    if (guesses != nullptr) {
+      forget();
+      for (int64_t lane = 0; lane < queries; ++lane) best[lane].clear(guesses[lane]);
+      sweep(begin, end);
+      for (int64_t lane = 0; lane < queries; ++lane) active &= ~(uint64_t{best[lane].complete()} << lane);
+      if (active == 0) return;
+    }
+    forget();
+    for (int64_t at = first_thresholds(begin, end); at < end;) {
+      const int64_t next = std::min(end, begin + std::max({at - begin, sampled, int64_t{64}}) * kGrowth);
+      sweep(at, next);
+      at = next;
+    }
+  }
+
+ private:
+  bool is_active(int64_t lane) const { return active >> lane & 1; }
+
+  void forget() {
+    rejected = {};
+    settled = turned_down = 0, nobodys = nullptr;
+  }
+
+  // Gives every query a threshold; returns how far the codes have been scanned for that. With a filter that keeps few
+  // codes, or costs that are not finite, the first codes are scored by floats.
+  int64_t first_thresholds(int64_t begin, int64_t end) {
+    float ceiling[kLanes];
+    ceilings.fill(job, transposed.data, begin, end, ceiling);
+    bool known = true;
+    for (int64_t lane = 0; lane < queries; ++lane)
+      known &= !is_active(lane) || ceiling[lane] < std::numeric_limits<float>::infinity();
+    const int64_t at = known ? begin : seeds_end(job, begin, end);
+    for (int64_t lane = 0; lane < queries; ++lane) {
+      if (!is_active(lane)) continue;
+      known ? best[lane].clear(ceiling[lane]) : best[lane].clear();
+      scan_floats<Code>(job, lane, begin, at, terms.data, best[lane]);
+    }
+    return at;
+  }
+
+  // Scans at..end by tables made for the best so far.
+  void sweep(int64_t at, int64_t end) {
+    const uint64_t undecided = build();
+    scan(at, end);
+    for (int64_t lane = 0; lane < queries; ++lane) settle(lane);
+    for (int64_t lane = 0; lane < queries; ++lane)
+      if (undecided >> lane & 1) scan_floats<Code>(job, lane, at, end, terms.data, best[lane]);
+  }
+
+  void start() {
+    for (int64_t lane = 0; lane < queries; ++lane) {
+      const float* table = job.table + lane * job.K;
+      for (int64_t k = 0; k < job.K; ++k) transposed.data[k * kLanes + lane] = table[k];
+      usable[lane] = bound[lane].start(job, lane);
+      // A cosine is 0, whatever its sum, if the norm is not positive.
+      if (job.metric == kCosine) usable[lane] &= bins->low[0] > 0;
+    }
+  }
+
+  // Tables and thresholds for the best so far. Returns the lanes for which nothing may be dropped.
+  uint64_t build() {
+    uint64_t undecided = 0;
+    std::memset(threshold, 0, sizeof threshold);
+    std::memset(inverse, 0, sizeof inverse);
+    for (int64_t lane = 0; lane < queries; ++lane) {
+      if (!is_active(lane)) continue;
+      best[lane].shrink();
+      factor[lane] = bound[lane].factor(best[lane].tau);
+      const double norms_from =
+          bins == nullptr ? 0 : norm_term(job.metric, factor[lane], factor[lane] >= 0 ? bins->low[0] : bins->high[255]);
+      const double base = bound[lane].base + norms_from, limit = bound[lane].limit(best[lane].tau);
+      norm_low[lane] = norms_from;
+      if (!best[lane].full || !usable[lane] || !std::isfinite(limit - base)) {
+        undecided |= uint64_t{1} << lane;
+      } else if (steps[lane].set(base, limit, 254)) {
+        inverse[lane] = steps[lane].inverse;
+        tighten(lane);
+      } else {
+        threshold[lane] = limit > base ? 255 : 0;  // all steps are 0: keeps all codes, or none
+      }
+    }
+    for (int64_t m = 0; m < job.M; ++m) build_level(m);
+    if (bins != nullptr) build_norms();
+    return undecided;
+  }
+
+  void build_level(int64_t m) {
+    float low[kLanes] = {};
+    for (int64_t lane = 0; lane < queries; ++lane) low[lane] = bound[lane].minima[m];
+    const Floats scale = Floats::all(job.scale[m]), signs = Floats::all(sign_of(job.metric));
+    for (int64_t k = 0; k < job.K; ++k)
+      for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
+        const Floats term = signs * (scale * Floats::load(transposed.data + k * kLanes + lane));
+        const Floats count = (term - Floats::load(low + lane)) * Floats::load(inverse + lane);
+        count.store_bytes(lines.data + (m * job.K + k) * kLanes + lane);
+      }
+  }
+
+  void build_norms() {
+    uint8_t* line = lines.data + job.M * job.K * kLanes;
+    for (int bin = 0; bin < 256; ++bin, line += kLanes)
+      for (int64_t lane = 0; lane < queries; ++lane) {
+        const double edge = factor[lane] >= 0 ? bins->low[bin] : bins->high[bin];
+        const double count = (norm_term(job.metric, factor[lane], edge) - norm_low[lane]) * inverse[lane];
+        line[lane] = count > 0 ? static_cast<uint8_t>(count < 255 ? count : 255) : 0;
+      }
+  }
+
+  // Sums of steps from the threshold on are dropped; 255, to which sums saturate, always is.
+  void tighten(int64_t lane) {
+    const double most = steps[lane].at(bound[lane].limit(best[lane].tau));
+    threshold[lane] = most < 0 ? 0 : static_cast<uint8_t>(std::fmin(most, 254) + 1);
+  }
+
+  // The sum of the first levels and, with kNorms, the norm of code n for all queries. By value, so that the compiler
+  // knows that nothing of it changes during a scan.
+  template <bool kNorms>
+  auto summing() const {
+    const uint8_t *const table = lines.data, *const norms = table + job.M * job.K * kLanes;
+    const uint8_t* const bin = kNorms ? bins->bins : nullptr;
+    return [table, norms, bin, level = job.K * kLanes](const Code* code, int64_t n, int64_t levels) {
+      Line sum = Line::load(table + code[0] * kLanes);
+      if (kNorms) sum = add_saturated(sum, Line::load(norms + bin[n] * kLanes));
+      for (int64_t m = 1; m < levels; ++m) sum = add_saturated(sum, Line::load(table + m * level + code[m] * kLanes));
+      return sum;
+    };
+  }
+
+  void scan(int64_t at, int64_t end) { bins ? scan<true>(at, end) : scan<false>(at, end); }
+
+  // A first round by few levels is short but leaves more for the second: tries some codes of at..end.
+  template <bool kNorms>
+  void scan(int64_t at, int64_t end) {
+    const auto sum_of = summing<kNorms>();
+    const Line limit = Line::load(threshold);
+    double least = job.M;  // table lines per code: of the first round, and of the second for groups with any code left
+    int64_t chosen = job.M;
+    for (const int64_t levels : {2, 3, 4, 6}) {
+      constexpr int64_t kTried = 256;
+      int64_t left = 0;
+      for (int64_t i = 0; i < kTried && levels < job.M; ++i) {
+        const int64_t n = at + (end - at) * i / kTried;
+        left += less(sum_of(row_of<Code>(job, n), n, levels), limit) != 0;
+      }
+      const double groups = 1 - std::pow(1 - static_cast<double>(left) / kTried, kGroup);
+      const double cost = levels + 14 * groups;
+      if (cost < least) least = cost, chosen = levels;
+    }
+    if (chosen == 2) return scan<2, kNorms>(at, end);
+    if (chosen == 3) return scan<3, kNorms>(at, end);
+    if (chosen == 4) return scan<4, kNorms>(at, end);
+    if (chosen == 6) return scan<6, kNorms>(at, end);
+    scan<0, kNorms>(at, end);
+  }
+
+  // Blocks of codes in three rounds, none of which has a branch that is hard to predict: which groups of kGroup codes
+  // have any that a query may want by its first levels (kLevels, or all if 0), which codes these are by all levels, and
+  // then those.
+  template <int kLevels, bool kNorms>
+  void scan(int64_t at, int64_t end) {
+    const int64_t M = job.M, few = kLevels ? kLevels : M, stride = job.stride;
+    const auto sum_of = summing<kNorms>();
+    for (int64_t first = at; first < end; first += kGroup * kGroups) {
+      const Line limit = Line::load(threshold);
+      const Code* const codes = row_of<Code>(job, first);
+      const int64_t count = std::min(kGroup * kGroups, end - first), whole = count / kGroup * kGroup;
+      int32_t groups[kGroups + 1], places[kGroup * kGroups];
+      uint64_t lanes[kGroup * kGroups];
+      int64_t noted = 0, found = 0;
+      for (int64_t n = 0; n < whole; n += kGroup) {
+        Line sums[kGroup];
+        for (int64_t i = 0; i < kGroup; ++i) sums[i] = sum_of(codes + (n + i) * stride, first + n + i, few);
+        groups[noted] = static_cast<int32_t>(n);
+        noted += less(min(min(sums[0], sums[1]), min(sums[2], sums[3])), limit) != 0;
+      }
+      if (whole < count) groups[noted++] = static_cast<int32_t>(whole);
+      for (int64_t g = 0; g < noted; ++g)
+        for (int64_t n = groups[g]; n < std::min(groups[g] + kGroup, count); ++n) {
+          if (unwanted(codes + n * stride, first + n)) continue;
+          places[found] = static_cast<int32_t>(n);
+          lanes[found] = less(sum_of(codes + n * stride, first + n, M), limit);
+          found += lanes[found] != 0;
+        }
+      for (int64_t i = 0; i < found; ++i) look_closely(first + places[i], lanes[i]);
+    }
+  }
+
+  // Whether this is a copy of the code that all queries turned down last.
+  bool unwanted(const Code* code, int64_t n) const {
+    if (nobodys == nullptr || code[0] != *row_of<Code>(job, nobodys->position)) return false;
+    return nobodys->lanes == active && same_code<Code>(job, nobodys->position, n);
+  }
+
+  // Notes a code for the queries that could not drop it and have not turned it down before.
+  void look_closely(int64_t n, uint64_t candidates) {
+    if (job.keep != nullptr && !job.keep[n]) return;
+    if (4 * turned_down > settled) candidates &= ~rejected.entry_of(job, n).lanes;
+    for (uint64_t lanes = candidates; lanes; lanes &= lanes - 1) {
+      const int64_t lane = __builtin_ctzll(lanes);
+      pending[lane][waiting[lane]++] = static_cast<uint32_t>(n);
+      if (waiting[lane] == kPending) settle(lane);
+    }
+  }
+
+  // Scores the codes that a query noted: many at once, so that cache misses overlap.
+  __attribute__((noinline)) void settle(int64_t lane) {
+    const int64_t count = waiting[lane];
+    Reservoir& mine = best[lane];
+    float costs[kPending];
+    for (int64_t i = 0; i < count; ++i) costs[i] = cost_of<Code>(job, lane, pending[lane][i]);
+    for (int64_t i = 0; i < count; ++i) {
+      if (mine.wants(costs[i])) {
+        mine.add(costs[i], pending[lane][i]);
+      } else {
+        typename Rejected<Code>::Entry& entry = rejected.entry_of(job, pending[lane][i]);
+        entry.lanes |= uint64_t{1} << lane;
+        if (entry.lanes == active) nobodys = &entry;
+        ++turned_down;
+      }
+    }
+    settled += count, waiting[lane] = 0;
+    if (mine.full && inverse[lane] > 0) tighten(lane);
+  }
+
+  using Line = Bytes<kLanes>;
+  static constexpr int64_t kPending = 32, kGroup = 4, kGroups = 64;
+  Search job;  // of the queries at hand
+  const Bins* bins;
+  int64_t queries = 0, sampled;
+  uint64_t active = 0;  // lanes that are looked at
+  Reservoir* best = nullptr;
+  Ceilings<Code, kLanes> ceilings;
+  Buffer<float> transposed;  // [K, kLanes]
+  Buffer<uint8_t> lines;     // [M, K, kLanes], then [256, kLanes] for norms
+  Buffer<float> terms;       // [M, K]
+  Rejected<Code> rejected;
+  Bound bound[kLanes];
+  Steps steps[kLanes];
+  bool usable[kLanes] = {};                           // whether the bound may drop codes
+  double factor[kLanes] = {}, norm_low[kLanes] = {};  // of the norm's term, and its minimum
+  float inverse[kLanes] = {};                         // of the steps; 0 where all steps are 0
+  uint8_t threshold[kLanes] = {};
+  uint32_t pending[kLanes][kPending];
+  int64_t waiting[kLanes] = {};
+  const typename Rejected<Code>::Entry* nobodys = nullptr;
+  int64_t settled = 0, turned_down = 0;  // if many are turned down, it pays to remember which
+};
+
+}  // namespace
+}  // namespace DRQ_ISA
+}  // namespace drq

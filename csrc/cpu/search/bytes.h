@@ -1,0 +1,95 @@
+// 16, 32 or 64 unsigned bytes, and the few operations that the scan of a batch needs. Included by files that are
+// compiled once per instruction set; see simd.h.
+#pragma once
+
+#include "cpu/simd.h"
+
+namespace drq {
+namespace DRQ_ISA {
+namespace {
+
+// less(): bit i is set where lane i of a is below that of b.
+template <int kLanes>
+struct Bytes;
+
+#if defined(DRQ_AVX512)
+
+constexpr int64_t kMostLanes = 64;
+template <>
+struct Bytes<64> {
+  __m512i v;
+  static Bytes load(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+};
+inline Bytes<64> add_saturated(Bytes<64> a, Bytes<64> b) { return {_mm512_adds_epu8(a.v, b.v)}; }
+inline Bytes<64> min(Bytes<64> a, Bytes<64> b) { return {_mm512_min_epu8(a.v, b.v)}; }
+inline uint64_t less(Bytes<64> a, Bytes<64> b) { return _mm512_cmplt_epu8_mask(a.v, b.v); }
+
+#else
+
+constexpr int64_t kMostLanes = 32;
+
+#endif
+#if defined(DRQ_AVX512) || defined(DRQ_AVX2)
+
+template <>
+struct Bytes<32> {
+  __m256i v;
+  static Bytes load(const uint8_t* p) { return {_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))}; }
+};
+inline Bytes<32> add_saturated(Bytes<32> a, Bytes<32> b) { return {_mm256_adds_epu8(a.v, b.v)}; }
+inline Bytes<32> min(Bytes<32> a, Bytes<32> b) { return {_mm256_min_epu8(a.v, b.v)}; }
+inline uint64_t less(Bytes<32> a, Bytes<32> b) {
+  const __m256i not_less = _mm256_cmpeq_epi8(_mm256_max_epu8(a.v, b.v), a.v);
+  return static_cast<uint32_t>(~_mm256_movemask_epi8(not_less));
+}
+
+template <>
+struct Bytes<16> {
+  __m128i v;
+  static Bytes load(const uint8_t* p) { return {_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))}; }
+};
+inline Bytes<16> add_saturated(Bytes<16> a, Bytes<16> b) { return {_mm_adds_epu8(a.v, b.v)}; }
+inline Bytes<16> min(Bytes<16> a, Bytes<16> b) { return {_mm_min_epu8(a.v, b.v)}; }
+inline uint64_t less(Bytes<16> a, Bytes<16> b) {
+  const __m128i not_less = _mm_cmpeq_epi8(_mm_max_epu8(a.v, b.v), a.v);
+  return static_cast<uint16_t>(~_mm_movemask_epi8(not_less));
+}
+
+#else
+
+template <int kLanes>
+struct Bytes {
+  uint8_t v[kLanes];
+  static Bytes load(const uint8_t* p) {
+    Bytes out;
+    std::memcpy(out.v, p, kLanes);
+    return out;
+  }
+};
+template <int kLanes>
+inline Bytes<kLanes> add_saturated(const Bytes<kLanes>& a, const Bytes<kLanes>& b) {
+  Bytes<kLanes> out;
+  for (int i = 0; i < kLanes; ++i) {
+    const uint8_t sum = static_cast<uint8_t>(a.v[i] + b.v[i]);
+    out.v[i] = sum < a.v[i] ? 255 : sum;
+  }
+  return out;
+}
+template <int kLanes>
+inline Bytes<kLanes> min(const Bytes<kLanes>& a, const Bytes<kLanes>& b) {
+  Bytes<kLanes> out;
+  for (int i = 0; i < kLanes; ++i) out.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i];
+  return out;
+}
+template <int kLanes>
+inline uint64_t less(const Bytes<kLanes>& a, const Bytes<kLanes>& b) {
+  uint64_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits |= static_cast<uint64_t>(a.v[i] < b.v[i]) << i;
+  return bits;
+}
+
+#endif
+
+}  // namespace
+}  // namespace DRQ_ISA
+}  // namespace drq

@@ -1,0 +1,86 @@
+// The metrics on the CPU: everything that a scan needs to know about one. Included by files that are compiled once per
+// instruction set; see simd.h.
+//
+// A scan minimises costs: the score, negated where larger scores are better. With
+//   A_m[k] = kSign * fl(scale[m] * T[k]),   B(norm) = factor(tau) * norm, or factor(tau) * sqrt(norm) with kRoot,
+// a code costs less than tau if and only if sum_m A_m[b_m] + B(norm) < limit(tau), but for rounding; see bound.h.
+#pragma once
+
+#include <cmath>
+
+#include "cpu/simd.h"
+#include "search.h"
+
+namespace drq {
+namespace DRQ_ISA {
+namespace {
+
+struct L2 {
+  static constexpr int kId = kL2;
+  static constexpr float kSign = -2;
+  static constexpr bool kNorms = true, kRoot = false;  // whether norms enter the cost, and by their root
+  static Floats cost(Floats sum, Floats norm, Floats constant, Floats) {
+    return (norm - Floats::all(2) * sum) + constant;
+  }
+  static double limit(float tau, float constant) { return static_cast<double>(tau) - constant; }
+  static double factor(float, float) { return 1; }
+};
+
+struct Ip {
+  static constexpr int kId = kIp;
+  static constexpr float kSign = -1;
+  static constexpr bool kNorms = false, kRoot = false;
+  static Floats cost(Floats sum, Floats, Floats constant, Floats) { return Floats::all(0) - (sum + constant); }
+  static double limit(float tau, float constant) { return static_cast<double>(tau) + constant; }
+  static double factor(float, float) { return 0; }
+};
+
+struct Cosine {
+  static constexpr int kId = kCosine;
+  static constexpr float kSign = -1;
+  static constexpr bool kNorms = true, kRoot = true;
+  static Floats cost(Floats sum, Floats norm, Floats constant, Floats length) {
+    return Floats::all(0) - ratio_or_zero(sum + constant, length * root(norm));
+  }
+  static double limit(float, float constant) { return constant; }
+  static double factor(float tau, float length) { return -static_cast<double>(tau) * length; }
+};
+
+// use(L2{}), use(Ip{}) or use(Cosine{}).
+template <class Use>
+inline auto with_metric(int metric, const Use& use) {
+  if (metric == kL2) return use(L2{});
+  if (metric == kIp) return use(Ip{});
+  return use(Cosine{});
+}
+
+inline float sign_of(int metric) {
+  return with_metric(metric, [](auto m) { return m.kSign; });
+}
+
+// The length of a query where the metric has one.
+inline float length_of(const Search& job, int64_t q) { return job.metric == kCosine ? job.lengths[q] : 0; }
+
+inline double norm_term(int metric, double factor, double norm) {
+  return factor * with_metric(metric, [norm](auto m) { return m.kRoot ? std::sqrt(norm) : norm; });
+}
+
+template <class Code>
+const Code* row_of(const Search& job, int64_t n) {
+  return static_cast<const Code*>(job.codes) + n * job.stride;
+}
+
+// The cost of one code by the definition.
+template <class Code>
+float cost_of(const Search& job, int64_t q, int64_t n) {
+  const Code* code = row_of<Code>(job, n);
+  const float* table = job.table + q * job.K;
+  float sum = job.scale[0] * table[code[0]];
+  for (int64_t m = 1; m < job.M; ++m) sum += job.scale[m] * table[code[m]];
+  const float norm = job.norms == nullptr ? 0 : job.norms[n];
+  return turned(job.metric, score_of(job.metric, sum, norm, job.constants[q], length_of(job, q)));
+}
+
+}  // namespace
+}  // namespace DRQ_ISA
+}  // namespace drq

@@ -1,0 +1,112 @@
+// Chooses between the scans for some queries and codes. Compiled once per instruction set; see simd.h.
+#include <memory>
+
+#include "cpu/search/batch.h"
+#include "cpu/search/bits.h"
+#include "cpu/search/few.h"
+#include "cpu/search/floats.h"
+#include "cpu/search/one.h"
+#include "cpu/search/sample.h"
+#include "cpu/search/tables.h"
+
+namespace drq {
+namespace DRQ_ISA {
+namespace {
+
+// Whether bounds can pay for the time their tables take.
+bool by_bytes(const Search& job, int64_t count) {
+  return count > 4 * seeds_for(job.k) && count > 2 * job.K && job.M <= kMaxLevels;
+}
+
+// The number of queries from which a batch is faster than one after the other.
+int64_t worth_a_batch(const Search& job) { return takes_one(job) ? 7 : 3; }
+
+template <class Code>
+void scan_one_by_one(const Part& part, bool bytes) {
+  Search job = part.job;  // of the query at hand
+  const int64_t capacity = Reservoir::capacity_for(job.k, part.end - part.begin);
+  Tables tables(part, 1);
+  Buffer<float> terms(job.M * job.K);
+  Buffer<Key> kept(2 * capacity);
+  Reservoir best{job.k, capacity, kept.data, kept.data + capacity};
+  Bits bits(job);
+  Few<Code> few(job);
+  for (int64_t q = part.first_query; q < part.last_query; ++q) {
+    job = tables.of(q, 1);
+    best.clear();
+    bits.start(0, best);
+    few.start(0, best);
+    int64_t at = part.begin, end = part.end, scanned = 0;
+    while (part.taken == nullptr || (at = part.taken[q].fetch_add(kTaken)) < part.end) {
+      if (part.taken != nullptr) end = std::min(at + kTaken, part.end);
+      if (bytes) {
+        if (!best.full) {
+          const int64_t begin = at;
+          at = seeds_end(job, begin, end);
+          scan_floats<Code>(job, 0, begin, at, terms.data, best);
+          scanned += at - begin;
+        }
+        at = scan_one(job, 0, at, end, best);
+        while (at < end) {
+          const int64_t next = std::min(end, at + std::max(kFewest, (kGrowth - 1) * scanned));
+          scanned += next - at;
+          at = bits.run(at, next);
+          at = few.run(at, next);
+          scan_floats<Code>(job, 0, at, next, terms.data, best);
+          at = next;
+        }
+      }
+      scan_floats<Code>(job, 0, at, end, terms.data, best);
+      if (part.taken == nullptr) break;
+    }
+    part.counts[q] = best.finish(part.keys + q * job.k);
+  }
+}
+
+// kLanes queries at a time, for queries from q on of which at least `least` are left; returns where it stopped.
+template <class Code, int kLanes>
+int64_t scan_batches(const Part& part, const Sample<Code>* sample, int64_t q, int64_t least) {
+  if (part.last_query - q < least) return q;
+  const int64_t lanes = std::min<int64_t>(kLanes, part.last_query - q), count = part.end - part.begin;
+  Reservoirs found(part.job.k, count, lanes);
+  Tables tables(part, lanes);
+  const auto batch = std::make_unique<Batch<Code, kLanes>>(part.job, part.bins, count);
+  std::unique_ptr<Guess<Code, kLanes>> guess;
+  if (sample != nullptr) guess.reset(new Guess<Code, kLanes>(*sample, part.bins != nullptr));
+  for (; part.last_query - q >= least; q += std::min(lanes, part.last_query - q)) {
+    const Search job = tables.of(q, std::min(lanes, part.last_query - q));
+    batch->run(job, part.begin, part.end, found.best, guess ? guess->thresholds(job) : nullptr);
+    for (int64_t lane = 0; lane < job.Q; ++lane)
+      part.counts[q + lane] = found.best[lane].finish(part.keys + (q + lane) * job.k);
+  }
+  return q;
+}
+
+template <class Code>
+void scan_part(const Part& part) {
+  const int64_t count = part.end - part.begin, least = worth_a_batch(part.job);
+  const bool bytes = by_bytes(part.job, count);
+  int64_t q = part.first_query;
+  if (bytes && part.last_query - q >= least) {
+    std::unique_ptr<Sample<Code>> sample;
+    if (Sample<Code>::pays(part.job, count)) sample.reset(new Sample<Code>(part.job, part.bins, part.begin, part.end));
+#if defined(DRQ_AVX512)
+    q = scan_batches<Code, 64>(part, sample.get(), q, 33);
+#endif
+    q = scan_batches<Code, 32>(part, sample.get(), q, 17);
+    q = scan_batches<Code, 16>(part, sample.get(), q, least);
+  }
+  if (q == part.last_query) return;
+  Part rest = part;
+  rest.first_query = q;
+  scan_one_by_one<Code>(rest, bytes);
+}
+
+}  // namespace
+
+bool in_batches(const Search& job) { return job.Q >= worth_a_batch(job) && by_bytes(job, job.N); }
+
+void scan(const Part& part) { part.job.wide ? scan_part<uint16_t>(part) : scan_part<uint8_t>(part); }
+
+}  // namespace DRQ_ISA
+}  // namespace drq
