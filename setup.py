@@ -22,6 +22,7 @@ ROOT = Path(__file__).parent.resolve()
 CXX_SOURCES = [
     "csrc/bindings.cpp",
     "csrc/cpu/adc.cpp",
+    "csrc/cpu/checksum.cpp",
     "csrc/cpu/dispatch.cpp",
     "csrc/cpu/parallel.cpp",
     "csrc/cpu/search/search.cpp",

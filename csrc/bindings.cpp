@@ -10,6 +10,7 @@
 #include <string>
 #include <type_traits>
 
+#include "checksum.h"
 #include "isa.h"
 #include "levels.h"
 #include "search.h"
@@ -211,6 +212,13 @@ PYBIND11_MODULE(_C, module) {
       },
       arg("job"), arg("isa"), arg("threads"));
   module.def("norms_cpu", &drq::norms_cpu, arg("job"), arg("threads"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "block_sums",
+      [](Address data, int64_t bytes, Address keys, Address sums, int threads) {
+        py::gil_scoped_release release;
+        drq::block_sums(At{data}, bytes, At{keys}, At{sums}, threads);
+      },
+      arg("data"), arg("bytes"), arg("keys"), arg("sums"), arg("threads"));
   module.def("large_pages", &large_pages, arg("memory"), arg("bytes"));
   module.def("supported_isas", [] {
     py::list names;

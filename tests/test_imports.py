@@ -14,8 +14,8 @@ PACKAGE = ROOT / "drq_fast"
 FLOORS = [
     ["constants", "_C", "kernels"],
     ["checks", "modes"],
-    ["files", "backends", "codes"],
-    ["functional"],
+    ["backends", "codes"],
+    ["functional", "files"],
     ["codec"],
     ["fit"],
     ["quantizer"],

@@ -178,8 +178,8 @@ def cannot_search(query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor
     """Why the compiled search may not be used, if so."""
     if len(codes) >= 1 << 32:
         return "it counts positions in 32 bits"
-    if codes.shape[1] > extension.MAX_CUDA_LEVELS and query.device.type == "cuda":
-        return f"it holds {extension.MAX_CUDA_LEVELS} levels, and the codes have {codes.shape[1]}"
+    if codes.shape[1] > extension.MAX_LEVELS and query.device.type == "cuda":
+        return f"it holds {extension.MAX_LEVELS} levels, and the codes have {codes.shape[1]}"
     return cannot_compile(query, *codec.tensors(), norms)
 
 

@@ -1,5 +1,6 @@
 """The operations in C++ and, for search, CUDA: the names and arguments of `backends.torch`, in float32."""
 
+from .checksum import block_sums
 from .distortion import distortion
 from .encode import encode
 from .extension import why_not
@@ -7,4 +8,4 @@ from .loss import loss
 from .quantize import quantize
 from .search import adc, search, squared_norms
 
-__all__ = ["adc", "distortion", "encode", "loss", "quantize", "search", "squared_norms", "why_not"]
+__all__ = ["adc", "block_sums", "distortion", "encode", "loss", "quantize", "search", "squared_norms", "why_not"]

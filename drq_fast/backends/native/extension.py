@@ -11,7 +11,6 @@ from torch import Tensor
 
 PACKAGE = Path(__file__).parents[2]
 MAX_CODEWORDS = 8192  # up to which the kernels of the levels form inner products [K, K]
-MAX_CUDA_LEVELS = 64  # that the CUDA search holds
 
 _import_error = ""
 try:
@@ -21,6 +20,9 @@ try:
 except ImportError as error:
     native = None  # type: ignore[assignment]  # `why_not` says so before anybody calls it
     _import_error = str(error)
+
+
+MAX_LEVELS = 0 if native is None else native.max_levels  # that the CUDA search holds
 
 
 def why_not(device: str) -> str | None:
