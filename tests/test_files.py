@@ -122,8 +122,8 @@ def test_truncated_files_are_refused(saved, keep, mmap):
     [
         (
             lambda t: None,
-            lambda h: h.update(version="2"),
-            "has format version 2, newer than the 1 that this drq_fast reads",
+            lambda h: h.update(version="3"),
+            "has format version 3, newer than the 2 that this drq_fast reads",
         ),
         (lambda t: None, lambda h: h.update(version="x"), "is corrupted (its version is 'x')"),
         (lambda t: None, lambda h: h.update(kind="somebody.else"), "was not written by drq_fast"),

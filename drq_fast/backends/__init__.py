@@ -153,8 +153,9 @@ def cannot_compile(*inputs: Tensor | None) -> str | None:
         return "torch.compile cannot trace it"
     if _torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return "torch.func and forward-mode derivatives cannot see through it"
-    if any(t is not None and t.dtype == _torch.float64 for t in inputs):
-        return "it computes in float32, and an input is float64"
+    for tensor in inputs:
+        if tensor is not None and tensor.dtype is _torch.float64:
+            return "it computes in float32, and an input is float64"
     return None
 
 
@@ -176,7 +177,7 @@ def cannot_quantize(x: Tensor, codec: Parameters, gamma: float | Tensor = 1.0) -
 
 def cannot_search(query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor | None) -> str | None:
     """Why the compiled search may not be used, if so."""
-    if len(codes) >= 1 << 32:
+    if codes.shape[0] >= 1 << 32:
         return "it counts positions in 32 bits"
     if codes.shape[1] > extension.MAX_LEVELS and query.device.type == "cuda":
         return f"it holds {extension.MAX_LEVELS} levels, and the codes have {codes.shape[1]}"

@@ -74,12 +74,13 @@ class Index:
         """
         self._rows: Rows
         self._norms: Norms
-        self.__dict__.update(_rows=rows, _norms=known or {})
+        self._views: dict[int, Tensor]  # length -> codes of the rows in use, cut to that length
+        self.__dict__.update(_rows=rows, _norms=known or {}, _views={})
 
     def __getstate__(self) -> dict[str, Any]:
         with self._lock:
             state = {name: value for name, value in self.__dict__.items() if name != "_lock"}
-            return state | {"_norms": dict(self._norms), "_places": Places()}
+            return state | {"_norms": dict(self._norms), "_views": {}, "_places": Places()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())
@@ -287,7 +288,9 @@ class Index:
 
     def _codes(self, rows: Rows, length: int) -> Tensor:
         """The first levels of all rows in use; refused where a mapped file holds others than codes."""
-        codes = rows.codes[: rows.size, :length]
+        codes = self._views.get(length)
+        if codes is None:
+            codes = self._views[length] = rows.codes[: rows.size, :length]
         mapped = self._mapped is not None and rows.codes is self._mapped.codes
         if mapped and self.codewords not in (256, 65536):  # with these every number is a code
             codes = codes.clone()  # the file could change after the check
@@ -296,9 +299,11 @@ class Index:
 
     def _mask(self, rows: Rows, keep: Any) -> Tensor | None:
         """The rows to look at [size] bool; None for all."""
+        if keep is None and rows.alive is None:
+            return None
         _, stored, alive = rows.used()
         if keep is None:
-            self._alive_is_read |= alive is not None
+            self._alive_is_read = True
             return alive
         with modes.plain(self.device):
             flags = checks.id_array("search", "keep", keep).to(self.device)
@@ -322,8 +327,8 @@ class Index:
             query = query.to(self.device, torch.float32)
         unsupported = backends.cannot_search(query, codes, self.codec, known)
         column = backends.choose("search", self.device.type, None, unsupported)
-        step = max(_QUERIES, _WORK // max(1, len(codes)))
-        if len(query) <= step:
+        step = max(_QUERIES, _WORK // max(1, codes.shape[0]))
+        if query.shape[0] <= step:
             return column.search(query, codes, self.codec, k, self.metric, known, mask, finite=True)
         parts = []
         with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=None, leave=False) as bar:

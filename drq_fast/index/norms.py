@@ -16,7 +16,7 @@ def extended_norms(known: Norms, codes: Tensor, codec: Codec, metric: str) -> Te
     """The norms of all rows, codes [size, length]; computed for the new ones and kept in `known`."""
     length = codes.shape[1]
     norms = known.get(length)
-    if norms is None or len(norms) < len(codes):
+    if norms is None or norms.shape[0] < codes.shape[0]:
         with modes.plain(codes.device):
             column = backends.choose("squared_norms", codes.device.type, None, backends.cannot_add_norms(codec))
             before = torch.empty(0, dtype=torch.float32, device=codes.device) if norms is None else norms

@@ -25,6 +25,9 @@ _LARGE = 1 << 22  # bytes from which large pages pay
 _FILTERED = 32  # queries from which it pays to copy the few codes that a filter keeps
 
 
+_NO_POSITIONS = torch.empty(0, dtype=torch.int64, device="cpu")
+
+
 class Columns:
     """A codec as the scan of the CPU takes it, float32: the codebook packed for products with queries."""
 
@@ -60,8 +63,7 @@ def search(
     finite: bool = False,
 ) -> SearchResult:
     """The k best of codes [N, L] for each query [Q, D]: see `backends.torch.search`; scores are differentiable once."""
-    inputs = (query, *codec.tensors(), norms)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+    if torch.is_grad_enabled() and _requires_grad(query, *codec.tensors(), norms):
         with torch.no_grad():
             found = search(query, codes, codec, k, metric, norms, keep, finite=finite)
         return _with_gradient(query, codes, codec, metric, norms, found)
@@ -72,12 +74,11 @@ def search(
         norms = (squared_norms if small else definition.squared_norms)(codes, codec, metric)
     codes = _dense_rows(codes)
     some = None
-    if keep is not None and len(query) >= _FILTERED:
+    if keep is not None and query.shape[0] >= _FILTERED:
         some = _few_rows(keep)
         codes, norms, keep = _only(some, codes, norms, keep)
     scan = _scan_cpu if query.device.type == "cpu" else _scan_cuda
-    with torch.no_grad():
-        scores, positions = scan(query, codes, codec, k, metric, norms, keep, finite)
+    scores, positions = scan(query, codes, codec, k, metric, norms, keep, finite)
     if some is not None and len(some):
         positions = some[positions.clamp_min(0)].where(positions >= 0, -1)
     return SearchResult(scores, positions)
@@ -95,13 +96,12 @@ def _scan_cpu(
 ) -> tuple[Tensor, Tensor]:
     """(scores [Q, k], positions [Q, k] int64); products with the codebook are part of the scan, in a fixed order."""
     columns = codec.table(Columns)
-    rows = query if query.dtype == torch.float32 and query.is_contiguous() else query.float().contiguous()
-    norms = None if norms is None else norms.float().contiguous()
+    rows = query.detach().float().contiguous()
+    norms = None if norms is None else norms.detach().float().contiguous()
     keep = None if keep is None else keep.contiguous()
     (Q, D), (N, M) = rows.shape, codes.shape
-    scores = torch.empty((Q, k), dtype=torch.float32, device="cpu")
-    positions = torch.empty((Q, k), dtype=torch.int64, device="cpu")
-    if positions.nbytes > _LARGE:
+    scores, positions = rows.new_empty((Q, k)), _NO_POSITIONS.new_empty((Q, k))
+    if 8 * Q * k > _LARGE:
         native.large_pages(scores.data_ptr(), scores.nbytes)
         native.large_pages(positions.data_ptr(), positions.nbytes)
     step = max(1, min(_QUERIES, _RESULTS // k))
@@ -128,6 +128,14 @@ def _scan_cpu(
     return scores, positions
 
 
+def _requires_grad(*inputs: Tensor | None) -> bool:
+    for tensor in inputs:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
+@torch.no_grad()
 def _scan_cuda(
     query: Tensor,
     codes: Tensor,
