@@ -1,4 +1,4 @@
-"""One fixture for every benchmark: agreement with the reference, speed beside peers, peak memory, provenance.
+"""One fixture for every benchmark: agreement with the definition, speed beside peers, peak memory, provenance.
 
     def inputs(N, device="cpu"):
         return torch.randn(N, 64, generator=torch.Generator().manual_seed(0)).to(device)
@@ -21,8 +21,9 @@
 Run: pytest benchmarks --benchmark-json=figures.json, with -m quick for a few of them, --device cuda on a GPU (where a
 peer that raises NotImplementedError is named as absent). The file holds provenance and figures, for report.py.
 
-All benchmarks run three times over, each time with inputs built anew: what depends on where an array lies in memory, or
-on what the machine does meanwhile, differs from pass to pass, and the intervals have to say so.
+All benchmarks run in three passes, each with inputs built anew: effects of memory layout and of other load differ from
+pass to pass, and the intervals have to cover them. Benchmarks time public calls. What is expensive to build, such as
+codes of fitted layers, is kept in the folder BENCH_FOLDER for the other passes and processes of the same run.
 """
 
 from __future__ import annotations
@@ -56,8 +57,9 @@ TIMES = pytest.StashKey[dict[str, "Times"]]()
 STUDENT = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13}  # the 95 % quantile of Student's t by the number of passes
 LEAST = 0.02  # seconds that are timed at a time
 ENOUGH = 5.0  # seconds for all rounds, of which there are 7 at least
+LONG = 10.0  # seconds of a round from which there is one round in each pass, after one warm-up
 WIDEST = 0.25  # of a ratio: an interval that reaches further to a side is marked, and not published
-PAUSE = 0.01  # seconds in which the OpenMP threads of the one before stop spinning
+PAUSE = 0.01  # seconds in which the OpenMP threads of the previous run stop spinning
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def compare(benchmark: Any, request: pytest.FixtureRequest, which_pass: int) -> 
         times = config.stash.setdefault(TIMES, {})
         if which_pass == 0:
             result = run()
-            assert agrees(result, **place), f"ours disagrees with the reference at {sizes}: nothing is timed"
+            assert agrees(result, **place), f"ours disagrees with the definition at {sizes}: nothing is timed"
             if benchmark.disabled:
                 return
             runs, absent = prepare(peers, place)
@@ -151,12 +153,18 @@ def time_pass(benchmark: Any, run: Run, runs: dict[str, Run], times: Times, pass
     timed = {name: repeated(peer) for name, peer in runs.items()}
     seconds += sum(peer.seconds for peer in timed.values())
     rounds = max(math.ceil(7 / passes), min(21 // passes, int(ENOUGH / passes / seconds)))
-    others = cores_used_by_others(
-        lambda: benchmark.pedantic(run, setup=lambda: time_each(timed, peer_times), rounds=rounds, warmup_rounds=1)
-    )
+    warm_ups = 1
+    if seconds > LONG:
+        rounds, warm_ups = 1, 0  # `repeated` has run everything once
+
+    def timing() -> None:
+        setup = functools.partial(time_each, timed, peer_times)
+        benchmark.pedantic(run, setup=setup, rounds=rounds, warmup_rounds=warm_ups)
+
+    others = cores_used_by_others(timing)
     times.ours.append(np.array(benchmark.stats.stats.data) / repeats)
-    # The first of each was the warm-up.
-    times.peers.append({name: np.array(seconds[1 : rounds + 1]) for name, seconds in peer_times.items()})
+    of_rounds = slice(warm_ups, warm_ups + rounds)
+    times.peers.append({name: np.array(seconds[of_rounds]) for name, seconds in peer_times.items()})
     times.others.append(others)
     known = [share for share in times.others if share is not None]
     return sum(map(len, times.ours)), max(known) if known else None

@@ -71,7 +71,7 @@ def test_published_figures_are_the_cpus(module: Any) -> None:
         assert not file["provenance"]["dirty"]
         for name, found in file["figures"].items():
             assert found["device"] == "cpu", name
-            assert found["rounds"] >= 7, name
+            assert found["rounds"] >= 7 or found["passes"] >= 3, name
 
 
 def test_row_of_a_table(module: Any, tmp_path: Path) -> None:
