@@ -1,4 +1,4 @@
-"""mAP@R of codes at every length: ours, which equal scores cannot bend, beside the loop that everybody writes."""
+"""mAP@R of codes at every length: ours, which does not depend on the order of equal scores, beside a loop in numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An index's life: vectors come, some go and others take their place, a file is loaded; beside other people's indexes.
+"""`Index.add`, `Index.remove` followed by `add`, and `Index.load`, beside other people's indexes.
 
 Codes have 4 bytes (K=256, M=4); turbovec's 36 at 4 bits for each of 64 dimensions.
 """

@@ -1,6 +1,6 @@
-"""Recall against speed: unit vectors of clusters and falling variance, as embeddings are, compressed and searched.
+"""Recall against speed of `Index.search`, on clustered unit vectors of falling variance, as embeddings are.
 
-Ours is ONE index of 64-bit codes, searched at three lengths; the peers are trained for each.
+Ours is one index of 64-bit codes, searched at three lengths; the peers are trained for each length.
 """
 
 from __future__ import annotations
