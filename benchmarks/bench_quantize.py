@@ -94,16 +94,17 @@ def residual_vq(N: int, D: int, M: int, K: int, device: str) -> Callable[[], Ten
 
 
 def agrees(gradients: Gradients, N: int, device: str, **sizes: Any) -> bool:
-    """dx is within 1e-4 of the definition in float64, in norm, on the rows where both chose the same codes; dw 1e-2."""
+    """dx is that of the definition in float64 within 1e-4, in norm, for 999 in 1000 rows; dw within 1e-2.
+
+    Other rows may have a codeword or a sign of |E_h - E_s| that rounding decides.
+    """
     x, layer = inputs(N, sizes["D"]), initialised(N, **sizes)
-    codes = layer.encode(x.detach())
     layer, x = layer.double(), x.detach().double().requires_grad_()
-    same = (codes == layer.encode(x.detach())).all(dim=1)
     with drq_fast.use_backend("torch"):
         exact = step(layer, layer, x)
-    close = (gradients["x"].cpu()[same] - exact["x"][same]).norm() <= 1e-4 * exact["x"].norm()
+    errors = (gradients["x"].cpu() - exact["x"]).norm(dim=1) / exact["x"].norm(dim=1)
     near = (gradients["w"].cpu() - exact["w"]).abs() <= 1e-2 * exact["w"].abs()
-    return bool(close) and bool(near) and float(same.float().mean()) > 0.99
+    return float((errors < 1e-4).double().mean()) >= 0.999 and bool(near)
 
 
 PEERS: dict[str, Callable[..., Callable[[], object]]] = {

@@ -158,8 +158,9 @@ def index_pq(faiss: Any, N: int, codes: str, metric: str, levels: int, bits: int
 
 
 def searched(index: Any, k: int, codes: str, Q: int) -> Callable[[], Any]:
-    """The search of somebody else's index that takes numpy arrays."""
+    """The search of somebody else's index, which takes numpy arrays and has been searched before, as ours."""
     queries = itertools.cycle(query.numpy() for query in batches(codes, Q))
+    index.search(next(queries), 1)
     return lambda: index.search(next(queries), k)
 
 
@@ -319,9 +320,8 @@ def bench_filter(compare: Callable[..., None], Q: int) -> None:
     run(compare, {"without a filter": unfiltered}, "random", 1_000_000, Q, keep=0.1)
 
 
-@pytest.mark.parametrize("k", [5000, 54000])
-def bench_rankings(compare: Callable[..., None], k: int) -> None:
-    run(compare, {"numpy, dense and sorted": dense}, "random", 54_000, 200, k=k, dim=2048)
+def bench_rankings(compare: Callable[..., None]) -> None:
+    run(compare, {"numpy, dense and sorted": dense}, "random", 54_000, 200, k=5000, dim=2048)
 
 
 @pytest.mark.parametrize("Q", [1, 256])

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,6 +182,29 @@ def test_passes_that_differ_widen_the_interval() -> None:
     assert near[0] == pytest.approx(np.exp(-2.92 * np.std(np.log([1, 1.01, 0.99]), ddof=1) / 3**0.5), rel=1e-3)
     assert far[0] < 0.85
     assert far[1] > 1.15
+
+
+@pytest.mark.parametrize(("long", "rounds"), [(1e-9, 1), (10.0, 7)])
+def test_long_rounds_are_timed_once_a_pass(monkeypatch: pytest.MonkeyPatch, long: float, rounds: int) -> None:
+    conftest = load("conftest")
+    monkeypatch.setattr(conftest, "LONG", long)
+    counts = []
+
+    class Benchmark:
+        """pytest-benchmark's fixture, as far as it is used."""
+
+        stats = types.SimpleNamespace(stats=types.SimpleNamespace(data=[]))
+
+        def pedantic(self, run: Any, setup: Any, rounds: int, warmup_rounds: int) -> None:
+            counts.append(rounds)
+            for _ in range(warmup_rounds + rounds):
+                setup()
+            self.stats.stats.data = [1.0] * rounds
+
+    times = conftest.Times({}, {"peer": {}}, {})
+    conftest.time_pass(Benchmark(), lambda: None, {"peer": lambda: None}, times, 3)
+    assert counts == [rounds]
+    assert len(times.ours[0]) == len(times.peers[0]["peer"]) == rounds
 
 
 def test_quality_of_ours_and_the_peers(outcome: Outcome) -> None:
