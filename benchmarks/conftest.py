@@ -57,18 +57,18 @@ TIMES = pytest.StashKey[dict[str, "Times"]]()
 STUDENT = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13}  # the 95 % quantile of Student's t by the number of passes
 LEAST = 0.02  # seconds that are timed at a time
 ENOUGH = 5.0  # seconds for all rounds, of which there are 7 at least
-LONG = 10.0  # seconds of a round from which there is one round in each pass, after one warm-up
 WIDEST = 0.25  # of a ratio: an interval that reaches further to a side is marked, and not published
 PAUSE = 0.01  # seconds in which the OpenMP threads of the previous run stop spinning
 
 
 @pytest.fixture
 def compare(benchmark: Any, request: pytest.FixtureRequest, which_pass: int) -> Callable[..., None]:
-    """compare(ours, peers, agrees, *, sizes, work, unit, quality=None): see the top of this file.
+    """compare(ours, peers, agrees, *, sizes, work, unit, quality=None, rounds=None): see the top of this file.
 
     agrees(result, **sizes) -> bool judges what ours returned, before anything is timed. work is how many `unit` one run
     gets done. quality(result, **sizes) -> {name: figure} says how good results are, ours and the peers'. Each round
-    times every peer, then ours; a ratio is peer time / our time of the same round.
+    times every peer, then ours; a ratio is peer time / our time of the same round. rounds: how many in each pass, for
+    what takes many seconds; by default there are 7 to 21 in all passes together.
     """
     config = request.config
     device, passes = config.getoption("device"), config.getoption("passes")
@@ -83,6 +83,7 @@ def compare(benchmark: Any, request: pytest.FixtureRequest, which_pass: int) -> 
         work: int,
         unit: str,
         quality: Callable[..., dict[str, float]] | None = None,
+        rounds: int | None = None,
     ) -> None:
         place = {**sizes, "device": device}
         run = synchronised(ours(**place), device)
@@ -105,7 +106,7 @@ def compare(benchmark: Any, request: pytest.FixtureRequest, which_pass: int) -> 
             pytest.skip("its first pass has left nothing to add to")
         else:
             runs, _ = prepare(peers, place)
-        rounds, others = time_pass(benchmark, run, runs, times[name], passes)
+        total, others = time_pass(benchmark, run, runs, times[name], passes, rounds)
         config.stash.setdefault(FIGURES, {})[name] = {
             "group": Path(inspect.getfile(ours)).stem.removeprefix("bench_"),
             "quick": request.node.get_closest_marker("quick") is not None,
@@ -113,7 +114,7 @@ def compare(benchmark: Any, request: pytest.FixtureRequest, which_pass: int) -> 
             "sizes": sizes,
             "work": work,
             "unit": unit,
-            "rounds": rounds,
+            "rounds": total,
             "passes": len(times[name].ours),
             **times[name].figures(work, list(peers)),
             "cores_used_by_others": others,
@@ -146,16 +147,16 @@ class Times:
         return {"ours": {**rate(work, self.ours), **self.ours_facts}, "peers": peers}
 
 
-def time_pass(benchmark: Any, run: Run, runs: dict[str, Run], times: Times, passes: int) -> tuple[int, float | None]:
+def time_pass(
+    benchmark: Any, run: Run, runs: dict[str, Run], times: Times, passes: int, rounds: int | None = None
+) -> tuple[int, float | None]:
     """Times one pass; (rounds of all passes, the most cores that others kept busy in one)."""
     run, repeats, seconds = repeated(run)
     peer_times: dict[str, list[float]] = {name: [] for name in runs}
     timed = {name: repeated(peer) for name, peer in runs.items()}
     seconds += sum(peer.seconds for peer in timed.values())
-    rounds = max(math.ceil(7 / passes), min(21 // passes, int(ENOUGH / passes / seconds)))
-    warm_ups = 1
-    if seconds > LONG:
-        rounds, warm_ups = 1, 0  # `repeated` has run everything once
+    warm_ups = 1 if rounds is None else 0  # `repeated` has run everything once
+    rounds = rounds or max(math.ceil(7 / passes), min(21 // passes, int(ENOUGH / passes / seconds)))
 
     def timing() -> None:
         setup = functools.partial(time_each, timed, peer_times)

@@ -184,11 +184,9 @@ def test_passes_that_differ_widen_the_interval() -> None:
     assert far[1] > 1.15
 
 
-@pytest.mark.parametrize(("long", "rounds"), [(1e-9, 1), (10.0, 7)])
-def test_long_rounds_are_timed_once_a_pass(monkeypatch: pytest.MonkeyPatch, long: float, rounds: int) -> None:
-    conftest = load("conftest")
-    monkeypatch.setattr(conftest, "LONG", long)
-    counts = []
+@pytest.mark.parametrize(("asked", "rounds"), [(1, 1), (None, 7)])
+def test_rounds_of_a_pass(asked: int | None, rounds: int) -> None:
+    conftest, counts = load("conftest"), []
 
     class Benchmark:
         """pytest-benchmark's fixture, as far as it is used."""
@@ -202,7 +200,7 @@ def test_long_rounds_are_timed_once_a_pass(monkeypatch: pytest.MonkeyPatch, long
             self.stats.stats.data = [1.0] * rounds
 
     times = conftest.Times({}, {"peer": {}}, {})
-    conftest.time_pass(Benchmark(), lambda: None, {"peer": lambda: None}, times, 3)
+    conftest.time_pass(Benchmark(), lambda: None, {"peer": lambda: None}, times, 3, asked)
     assert counts == [rounds]
     assert len(times.ours[0]) == len(times.peers[0]["peer"]) == rounds
 
