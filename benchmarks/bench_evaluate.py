@@ -1,4 +1,4 @@
-"""mAP@R of codes at every length: ours, which equal scores cannot bend, beside the loop that everybody writes."""
+"""mAP@R of codes at every length: ours, which does not depend on the order of equal scores, beside a loop in numpy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import drq_fast
-from drq_fast import reference
+from drq_fast import functional
 from drq_fast.retrieval.evaluate import evaluate_codes
 
 D, K, M, CLASSES = 64, 256, 4, 10
@@ -72,10 +72,9 @@ def agrees(found: list[float], R: int, N: int, Q: int, device: str) -> bool:
     """At the full length, where ties are rare, as defined on float64 distances; at 8 bits within what ties can do."""
     layer, codes, labels, query, query_labels = inputs(N, Q)
     relevant = relevance(labels, query_labels)
-    codec = (layer.codebook.detach().double(), layer.scale.detach().double())
-    offset = None if layer.offset is None else layer.offset.detach().double()
+    codebook, scale, offset = (None if t is None else t.double() for t in layer.codec().tensors())
     for L, limit in ((1, 0.05), (M, 1e-3)):
-        vectors = reference.decode(codes, *codec, offset=offset, levels=L)
+        vectors = functional.decode(codes, codebook, scale, offset=offset, levels=L, backend="torch")
         exact = textbook(torch.cdist(query.double(), vectors).numpy(), relevant, R)
         if abs(found[L - 1] - exact) > limit * exact:
             return False

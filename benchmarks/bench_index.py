@@ -1,4 +1,4 @@
-"""An index's life: vectors come, some go and others take their place, a file is loaded; beside other people's indexes.
+"""`Index.add`, `Index.remove` followed by `add`, and `Index.load`, beside other people's indexes.
 
 Codes have 4 bytes (K=256, M=4); turbovec's 36 at 4 bits for each of 64 dimensions.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import drq_fast
-from drq_fast import reference
+from drq_fast import functional
 
 D, K, M = 64, 256, 4
 ADDED = 10_000  # vectors at a time
@@ -109,9 +109,14 @@ def turbovec_add(N: int, device: str) -> Callable[[], Any]:
     return run
 
 
+def defined_codes(x: Tensor, index: drq_fast.Index) -> Tensor:
+    """The codes [N, M] of x by the definition."""
+    return functional.encode(x, index.codec.codebook.cpu(), index.codec.scale.cpu(), backend="torch")
+
+
 def holds_the_codes_of_x(index: drq_fast.Index, N: int, device: str) -> bool:
     """One row in 2,000 may differ: two codewords that rounding cannot tell apart."""
-    codes = reference.encode(inputs(N), index.codebook.cpu(), index.scale.cpu())
+    codes = defined_codes(inputs(N), index)
     return len(index) == N and float((index.codes.cpu() == codes).all(dim=1).float().mean()) > 0.9995
 
 
@@ -167,7 +172,7 @@ def turbovec_replace(N: int, count: int, own_ids: bool, device: str) -> Callable
 def still_holds_all(index: drq_fast.Index, N: int, count: int, own_ids: bool, device: str) -> bool:
     """As many ids as before, and the newest vectors are the codes of what was added last."""
     newest = index.codes[-count:].cpu()
-    codes = reference.encode(inputs(count), index.codebook.cpu(), index.scale.cpu())
+    codes = defined_codes(inputs(count), index)
     return len(index.ids.unique()) == N and float((newest == codes).all(dim=1).float().mean()) > 0.99
 
 

@@ -1,74 +1,74 @@
-"""Training, beside what others need for the same: the loss and its gradients by x, codebook and w; both
-approximations, the errors after every level, and their gradients."""
+"""A training step of the layer, `layer(x)` and `loss.backward()`, beside what others need for the same.
+
+The gradients are those of x, as in a network, and of all parameters of the layer.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from drq_fast import functional
+import drq_fast
 
-GAMMA = 1.0
+Gradients = dict[str, Tensor]
 
 
-def inputs(N: int, D: int, K: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
-    """x [N, D], codebook [K, D] and w, all with gradients."""
+def inputs(N: int, D: int, device: str = "cpu") -> Tensor:
+    """x [N, D], 1000 clusters, with a gradient."""
     generator = torch.Generator().manual_seed(0)
-    x, codebook = torch.randn(N, D, generator=generator), 0.3 * torch.randn(K, D, generator=generator)
-    x, codebook, w = (t.to(device).requires_grad_() for t in (x, codebook, torch.tensor(0.8)))
-    return x, codebook, w
+    x, centres = 0.5 * torch.randn(N, D, generator=generator), torch.randn(1000, D, generator=generator)
+    x += centres[torch.randint(1000, (N,), generator=generator)]
+    return x.to(device).requires_grad_()
 
 
-def powers(w: Tensor, M: int) -> Tensor:
-    return w ** torch.arange(M, device=w.device)
+def initialised(
+    N: int, D: int, M: int, K: int, device: str = "cpu", gradient: str = "straight_through"
+) -> drq_fast.RecurrentQuantizer:
+    """A layer initialised with x, in training mode."""
+    path = Path(os.environ["BENCH_FOLDER"]) / f"quantize {D} {M} {K} {gradient}"  # the processes of one run share it
+    if not path.exists():
+        layer = drq_fast.RecurrentQuantizer(D, K, M, gradient=gradient)
+        layer.initialise(inputs(N, D).detach(), seed=0)
+        layer.save(path)
+    return drq_fast.RecurrentQuantizer.load(path, device=device).train()
 
 
-def loss(x: Tensor, codebook: Tensor, w: Tensor, M: int, backend: str | None = None) -> Tensor:
-    return functional.loss(x, codebook, powers(w, M), gamma=GAMMA, backend=backend).loss
+def step(forward: Callable[..., Any], layer: drq_fast.RecurrentQuantizer, x: Tensor) -> Gradients:
+    """One step without an optimiser. With the soft gradient the rest of the network has a gradient for `quantized`."""
+    x.grad = None
+    layer.zero_grad()
+    output = forward(x)
+    loss = output.loss if layer.gradient != "soft" else output.loss + (output.quantized * x.detach()).sum()
+    loss.backward()
+    return {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters() if p.grad is not None}}
 
 
-def approximations(x: Tensor, codebook: Tensor, w: Tensor, M: int, backend: str | None = None) -> Tensor:
-    """A scalar with gradients to both approximations."""
-    soft, hard, _ = functional.quantize(x, codebook, powers(w, M), gamma=GAMMA, backend=backend)
-    return (soft * x).sum() + hard.sum()
+def ours(N: int, D: int, device: str, **sizes: Any) -> Callable[[], Gradients]:
+    x, layer = inputs(N, D, device), initialised(N, D, device=device, **sizes)
+    return lambda: step(layer, layer, x)
 
 
-def errors(x: Tensor, codebook: Tensor, w: Tensor, M: int, backend: str | None = None) -> Tensor:
-    """A scalar whose gradients to the errors differ from row to row."""
-    found = functional.distortion(x, codebook, powers(w, M), gamma=GAMMA, backend=backend)
-    return (found.hard * found.soft).sum() + found.joint.sum()
+def plain_torch(**sizes: Any) -> Callable[[], Gradients]:
+    """The same layer with the definition in torch for a backend."""
+    return drq_fast.use_backend("torch")(ours(**sizes))
 
 
-OPERATIONS = {"loss": loss, "quantize": approximations, "distortion": errors}
-
-
-def step(M: int, op: str = "loss", backend: str | None = None, **sizes: Any) -> Callable[[], list[Tensor]]:
-    """Forward and backward to x, codebook and w."""
-    leaves = inputs(**sizes)
-    return lambda: list(torch.autograd.grad(OPERATIONS[op](*leaves, M, backend), leaves))
-
-
-def ours(**sizes: Any) -> Callable[[], list[Tensor]]:
-    return step(**sizes)
-
-
-def plain_torch(**sizes: Any) -> Callable[[], list[Tensor]]:
-    return step(**sizes, backend="torch")
-
-
-def compiled_torch(M: int, op: str = "loss", **sizes: Any) -> Callable[[], list[Tensor]]:
-    """torch.compile of the reference, which is what a compiled layer runs."""
-    leaves, compiled = inputs(**sizes), torch.compile(OPERATIONS[op])
-    return lambda: list(torch.autograd.grad(compiled(*leaves, M, "torch"), leaves))
+def compiled_torch(N: int, D: int, device: str, **sizes: Any) -> Callable[[], Gradients]:
+    """torch.compile of the layer, which then runs the definition in torch."""
+    x, layer = inputs(N, D, device), initialised(N, D, device=device, **sizes)
+    compiled = torch.compile(layer)
+    return lambda: step(compiled, layer, x)
 
 
 def products_alone(N: int, D: int, M: int, K: int, device: str) -> Callable[[], None]:
     """Three products of N K D and 2 M of N K K, into memory that is there already."""
-    x, codebook, _ = (t.detach() for t in inputs(N, D, K, device))
+    x, codebook = inputs(N, D, device).detach(), torch.randn(K, D, device=device)
     scores, dx, dcodebook = x.new_empty(N, K), torch.empty_like(x), torch.empty_like(codebook)
     gram, dgram, rows = codebook @ codebook.T, x.new_empty(K, K), 1024
     soft, product = torch.rand(rows, K, device=device), x.new_empty(rows, K)
@@ -86,23 +86,25 @@ def products_alone(N: int, D: int, M: int, K: int, device: str) -> Callable[[], 
 
 def residual_vq(N: int, D: int, M: int, K: int, device: str) -> Callable[[], Tensor]:
     """ResidualVQ in training: forward with its EMA update, and backward of the commitment loss to x."""
-    x, _, _ = inputs(N, D, K, device)
+    x = inputs(N, D, device)
     from vector_quantize_pytorch import ResidualVQ
 
     layer = ResidualVQ(dim=D, codebook_size=K, num_quantizers=M, shared_codebook=True).train().to(device)
     return lambda: torch.autograd.grad(layer(x[None])[2].sum(), x)[0]
 
 
-def agrees(gradients: list[Tensor], N: int, D: int, M: int, K: int, device: str, op: str = "loss") -> bool:
-    """dx within 1e-4 of the float64 reference, in norm, on the rows where both chose the same codes; dw within 1e-2."""
-    x, codebook, w = inputs(N, D, K)
-    wide = tuple(t.detach().double().requires_grad_() for t in (x, codebook, w))
-    codes, exact = (functional.encode(*t[:2], powers(t[2], M)) for t in ((x, codebook, w), wide))
-    same = (codes == exact).all(dim=1)
-    dx, _, dw = torch.autograd.grad(OPERATIONS[op](*wide, M, "torch"), wide)
-    close = (gradients[0].cpu()[same] - dx[same]).norm() <= 1e-4 * dx.norm()
-    near = (gradients[2].cpu() - dw).abs() <= 1e-2 * dw.abs()
-    return bool(close) and bool(near) and float(same.float().mean()) > 0.99
+def agrees(gradients: Gradients, N: int, device: str, **sizes: Any) -> bool:
+    """dx is that of the definition in float64 within 1e-4, in norm, without one row in 1000; dw is within 1e-2.
+
+    The rows that differ most may have a codeword or a sign of |E_h - E_s| that rounding decides.
+    """
+    x, layer = inputs(N, sizes["D"]), initialised(N, **sizes)
+    layer, x = layer.double(), x.detach().double().requires_grad_()
+    with drq_fast.use_backend("torch"):
+        exact = step(layer, layer, x)
+    errors = (gradients["x"].cpu() - exact["x"]).norm(dim=1).sort().values[: N - N // 1000]
+    near = (gradients["w"].cpu() - exact["w"]).abs() <= 1e-2 * exact["w"].abs()
+    return bool(errors.norm() <= 1e-4 * exact["x"].norm()) and bool(near)
 
 
 PEERS: dict[str, Callable[..., Callable[[], object]]] = {
@@ -113,20 +115,20 @@ PEERS: dict[str, Callable[..., Callable[[], object]]] = {
 COMPILED = {"plain torch": plain_torch, "torch.compile of it": compiled_torch}
 SHAPES = [  # D, M, K: one of them changes at a time
     pytest.param(1024, 4, 256, marks=pytest.mark.quick),
-    *((D, 4, 256) for D in (64, 128, 512, 2048)),
-    *((1024, M, 256) for M in (1, 2, 8, 16)),
-    *((1024, 4, K) for K in (16, 64, 1024)),
+    *((D, 4, 256) for D in (64, 128, 2048)),
+    *((1024, M, 256) for M in (1, 8)),
+    *((1024, 4, K) for K in (16, 1024)),
 ]
 
 
 @pytest.mark.parametrize(("D", "M", "K"), SHAPES)
-def bench_loss(compare: Callable[..., None], D: int, M: int, K: int) -> None:
+def bench_step(compare: Callable[..., None], D: int, M: int, K: int) -> None:
     N = 2048
     compare(ours, PEERS, agrees, sizes={"N": N, "D": D, "M": M, "K": K}, work=N, unit="vectors")
 
 
-@pytest.mark.parametrize("op", OPERATIONS)
-def bench_compiled(compare: Callable[..., None], op: str) -> None:
+@pytest.mark.parametrize("gradient", ["straight_through", "soft"])
+def bench_compiled(compare: Callable[..., None], gradient: str) -> None:
     N = 2048
-    sizes = {"N": N, "D": 1024, "M": 4, "K": 256, "op": op}
+    sizes = {"N": N, "D": 1024, "M": 4, "K": 256, "gradient": gradient}
     compare(ours, COMPILED, agrees, sizes=sizes, work=N, unit="vectors")

@@ -1,6 +1,6 @@
-"""Recall against speed: unit vectors of clusters and falling variance, as embeddings are, compressed and searched.
+"""Recall against speed of `Index.search`, on clustered unit vectors of falling variance, as embeddings are.
 
-Ours is ONE index of 64-bit codes, searched at three lengths; the peers are trained for each.
+Ours is one index of 64-bit codes, searched at three lengths; the peers are trained for each length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import drq_fast
-from drq_fast import reference
+from drq_fast import functional
 from drq_fast.retrieval import evaluate
 
 N, Q, D, TRAIN = 100_000, 1000, 64, 10_000
@@ -127,9 +127,9 @@ def agrees(ids: Tensor, bits: int, k: int, device: str) -> bool:
     """No vector that was left out is nearer, decoded in float64, than one that was found, for the first 20 queries."""
     made, query = index(device), inputs()[1][:20].double()
     L = bits // 8
-    codebook, scale = made.codebook.cpu().double(), made.scale.cpu().double()
-    decoded = reference.decode(made.codes.cpu(), codebook, scale, levels=L)
-    distances = torch.cdist(query, decoded + made.offset.cpu().double())
+    codebook, scale, offset = (t.cpu().double() for t in made.codec.tensors())
+    decoded = functional.decode(made.codes.cpu(), codebook, scale, offset=offset, levels=L, backend="torch")
+    distances = torch.cdist(query, decoded)
     found, best = distances.gather(1, ids[:20].cpu()), distances.topk(k, largest=False).values
     return bool((found - best).abs().max() < 1e-4 * best.max())
 

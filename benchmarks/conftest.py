@@ -1,4 +1,4 @@
-"""One fixture for every benchmark: agreement with the reference, speed beside peers, peak memory, provenance.
+"""One fixture for every benchmark: agreement with the definition, speed beside peers, peak memory, provenance.
 
     def inputs(N, device="cpu"):
         return torch.randn(N, 64, generator=torch.Generator().manual_seed(0)).to(device)
@@ -21,8 +21,9 @@
 Run: pytest benchmarks --benchmark-json=figures.json, with -m quick for a few of them, --device cuda on a GPU (where a
 peer that raises NotImplementedError is named as absent). The file holds provenance and figures, for report.py.
 
-All benchmarks run three times over, each time with inputs built anew: what depends on where an array lies in memory, or
-on what the machine does meanwhile, differs from pass to pass, and the intervals have to say so.
+All benchmarks run in three passes, each with inputs built anew: effects of memory layout and of other load differ from
+pass to pass, and the intervals have to cover them. Benchmarks time public calls. What is expensive to build, such as
+codes of fitted layers, is kept in the folder BENCH_FOLDER for the other passes and processes of the same run.
 """
 
 from __future__ import annotations
@@ -57,16 +58,17 @@ STUDENT = {2: 6.31, 3: 2.92, 4: 2.35, 5: 2.13}  # the 95 % quantile of Student's
 LEAST = 0.02  # seconds that are timed at a time
 ENOUGH = 5.0  # seconds for all rounds, of which there are 7 at least
 WIDEST = 0.25  # of a ratio: an interval that reaches further to a side is marked, and not published
-PAUSE = 0.01  # seconds in which the OpenMP threads of the one before stop spinning
+PAUSE = 0.01  # seconds in which the OpenMP threads of the previous run stop spinning
 
 
 @pytest.fixture
 def compare(benchmark: Any, request: pytest.FixtureRequest, which_pass: int) -> Callable[..., None]:
-    """compare(ours, peers, agrees, *, sizes, work, unit, quality=None): see the top of this file.
+    """compare(ours, peers, agrees, *, sizes, work, unit, quality=None, rounds=None): see the top of this file.
 
     agrees(result, **sizes) -> bool judges what ours returned, before anything is timed. work is how many `unit` one run
     gets done. quality(result, **sizes) -> {name: figure} says how good results are, ours and the peers'. Each round
-    times every peer, then ours; a ratio is peer time / our time of the same round.
+    times every peer, then ours; a ratio is peer time / our time of the same round. rounds: how many in each pass, for
+    what takes many seconds; by default there are 7 to 21 in all passes together.
     """
     config = request.config
     device, passes = config.getoption("device"), config.getoption("passes")
@@ -81,13 +83,14 @@ def compare(benchmark: Any, request: pytest.FixtureRequest, which_pass: int) -> 
         work: int,
         unit: str,
         quality: Callable[..., dict[str, float]] | None = None,
+        rounds: int | None = None,
     ) -> None:
         place = {**sizes, "device": device}
         run = synchronised(ours(**place), device)
         times = config.stash.setdefault(TIMES, {})
         if which_pass == 0:
             result = run()
-            assert agrees(result, **place), f"ours disagrees with the reference at {sizes}: nothing is timed"
+            assert agrees(result, **place), f"ours disagrees with the definition at {sizes}: nothing is timed"
             if benchmark.disabled:
                 return
             runs, absent = prepare(peers, place)
@@ -103,7 +106,7 @@ def compare(benchmark: Any, request: pytest.FixtureRequest, which_pass: int) -> 
             pytest.skip("its first pass has left nothing to add to")
         else:
             runs, _ = prepare(peers, place)
-        rounds, others = time_pass(benchmark, run, runs, times[name], passes)
+        total, others = time_pass(benchmark, run, runs, times[name], passes, rounds)
         config.stash.setdefault(FIGURES, {})[name] = {
             "group": Path(inspect.getfile(ours)).stem.removeprefix("bench_"),
             "quick": request.node.get_closest_marker("quick") is not None,
@@ -111,7 +114,7 @@ def compare(benchmark: Any, request: pytest.FixtureRequest, which_pass: int) -> 
             "sizes": sizes,
             "work": work,
             "unit": unit,
-            "rounds": rounds,
+            "rounds": total,
             "passes": len(times[name].ours),
             **times[name].figures(work, list(peers)),
             "cores_used_by_others": others,
@@ -144,19 +147,25 @@ class Times:
         return {"ours": {**rate(work, self.ours), **self.ours_facts}, "peers": peers}
 
 
-def time_pass(benchmark: Any, run: Run, runs: dict[str, Run], times: Times, passes: int) -> tuple[int, float | None]:
+def time_pass(
+    benchmark: Any, run: Run, runs: dict[str, Run], times: Times, passes: int, rounds: int | None = None
+) -> tuple[int, float | None]:
     """Times one pass; (rounds of all passes, the most cores that others kept busy in one)."""
     run, repeats, seconds = repeated(run)
     peer_times: dict[str, list[float]] = {name: [] for name in runs}
     timed = {name: repeated(peer) for name, peer in runs.items()}
     seconds += sum(peer.seconds for peer in timed.values())
-    rounds = max(math.ceil(7 / passes), min(21 // passes, int(ENOUGH / passes / seconds)))
-    others = cores_used_by_others(
-        lambda: benchmark.pedantic(run, setup=lambda: time_each(timed, peer_times), rounds=rounds, warmup_rounds=1)
-    )
+    warm_ups = 1 if rounds is None else 0  # `repeated` has run everything once
+    rounds = rounds or max(math.ceil(7 / passes), min(21 // passes, int(ENOUGH / passes / seconds)))
+
+    def timing() -> None:
+        setup = functools.partial(time_each, timed, peer_times)
+        benchmark.pedantic(run, setup=setup, rounds=rounds, warmup_rounds=warm_ups)
+
+    others = cores_used_by_others(timing)
     times.ours.append(np.array(benchmark.stats.stats.data) / repeats)
-    # The first of each was the warm-up.
-    times.peers.append({name: np.array(seconds[1 : rounds + 1]) for name, seconds in peer_times.items()})
+    of_rounds = slice(warm_ups, warm_ups + rounds)
+    times.peers.append({name: np.array(seconds[of_rounds]) for name, seconds in peer_times.items()})
     times.others.append(others)
     known = [share for share in times.others if share is not None]
     return sum(map(len, times.ours)), max(known) if known else None

@@ -18,6 +18,9 @@ GROUPS = {
 }
 OURS = "drq_fast"
 BOUND = "the product"  # how the names of those begin that are a limit, not a peer
+TRAINING = {"N": 2048, "D": 1024, "M": 4, "K": 256}
+ENCODING = {"N": 16384, "D": 512, "M": 4, "K": 256}
+SEARCH = {"N": 1_000_000, "Q": 256, "K": 256, "M": 4, "metric": "l2", "k": 10, "codes": "clustered"}
 
 
 class Figure(NamedTuple):
@@ -57,6 +60,16 @@ def load(folder: Path) -> list[Figure]:
     if not found:
         raise SystemExit(f"report: {folder} holds no figures.")
     return sorted(found, key=lambda figure: list(GROUPS).index(figure.group))
+
+
+def of_sizes(figures: Iterable[Figure], group: str, sizes: dict[str, Any]) -> Figure | None:
+    """The first figure of a group with exactly these sizes."""
+    return next((figure for figure in figures if figure.group == group and figure.sizes == sizes), None)
+
+
+def without_codes(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The sizes of a search as files older than fitted codes have them."""
+    return {name: size for name, size in sizes.items() if name != "codes"}
 
 
 def origin(figures: Iterable[Figure]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-from figures import BOUND, OURS, Figure, number, origin, size_text
+from figures import BOUND, ENCODING, OURS, SEARCH, TRAINING, Figure, number, origin, size_text
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, NullLocator
 
@@ -36,20 +36,27 @@ class Panel(NamedTuple):
         return {name: sorted(points) for name, points in found.items()}
 
 
-TRAINING = {"N": 2048, "D": 1024, "M": 4, "K": 256}
-ENCODING = {"N": 16384, "D": 512, "M": 4, "K": 256}
-SEARCH = {"N": 1_000_000, "Q": 256, "K": 256, "M": 4, "metric": "ip", "k": 10}
+OLD_SEARCH = {"N": 1_000_000, "Q": 256, "K": 256, "M": 4, "metric": "ip", "k": 10}  # of files without fitted codes
 AXES = {"D": "dimensions D", "M": "levels M", "K": "codewords K", "N": "codes N", "Q": "queries at a time"}
 PLOTS = {
     "training": ("Training step", [Panel("quantize", axis, TRAINING, "vectors / s") for axis in "DMK"]),
     "encode": ("Encode", [Panel("encode", axis, ENCODING, "vectors / s") for axis in "DMK"]),
-    "search": ("Search, the ten best by inner product", [Panel("search", axis, SEARCH, "codes / s") for axis in "NQ"]),
+    "search": (
+        "Search, the ten nearest of clustered vectors",
+        [Panel("search", "N", SEARCH | {"Q": 1}, "codes / s"), Panel("search", "Q", SEARCH, "codes / s")],
+    ),
     "memory": (
         "Peak memory beside the inputs",
         [
             Panel("quantize", "M", TRAINING, "MiB, training step", "peak_mib"),
             Panel("encode", "D", ENCODING, "MiB, encode", "peak_mib"),
         ],
+    ),
+}
+OLD_PLOTS = {  # drawn where the figures do not suffice for the plot of that name
+    "search": (
+        "Search, the ten best by inner product",
+        [Panel("search", axis, OLD_SEARCH, "codes / s") for axis in "NQ"],
     ),
 }
 
@@ -62,7 +69,10 @@ def plot(figures: list[Figure], folder: Path) -> list[str]:
     with matplotlib.rc_context(style):
         for name, (title, panels) in PLOTS.items():
             lines = [panel.lines(figures) for panel in panels]
-            if max(len(line[OURS]) for line in lines) > 1:
+            if name in OLD_PLOTS and not enough(lines):
+                title, panels = OLD_PLOTS[name]
+                lines = [panel.lines(figures) for panel in panels]
+            if enough(lines):
                 save(draw(title, panels, lines, figures), folder / f"{name}.svg")
                 drawn.append(name)
         recalls = [figure for figure in figures if figure.group == "recall"]
@@ -70,6 +80,10 @@ def plot(figures: list[Figure], folder: Path) -> list[str]:
             save(draw_recall(recalls), folder / "recall.svg")
             drawn.append("recall")
     return drawn
+
+
+def enough(lines: list[dict[str, list[tuple[float, float]]]]) -> bool:
+    return max(len(line[OURS]) for line in lines) > 1
 
 
 def save(canvas: Any, path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import drq_fast
-from drq_fast import backend
+from drq_fast import backends
 
 LIBRARIES = ("torch", "numpy", "triton", "faiss-cpu", "vector-quantize-pytorch", "turbovec")
 SETTINGS = ("DRQ_FAST_BACKEND", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
@@ -31,7 +31,7 @@ def provenance() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "backends": {op: taken for op, taken, _ in backend.table("cuda" if torch.cuda.is_available() else "cpu")},
+        "backends": {op: taken for op, taken, _ in backends.table("cuda" if torch.cuda.is_available() else "cpu")},
         "settings": {name: os.environ[name] for name in SETTINGS if name in os.environ},
         "versions": {
             "python": platform.python_version(),

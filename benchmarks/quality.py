@@ -1,4 +1,4 @@
-"""How good are codes without labels? Held-out error at every length, beside faiss, and what each means of fit buys.
+"""Held-out error of codes without labels at every length, beside faiss, and what each technique of fit contributes.
 
     python benchmarks/quality.py --data features.npz --train 20000 --name "CIFAR-10 features"
     python benchmarks/quality.py --data embeddings.npy --train 50000 --name GloVe

@@ -14,10 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import bounds
-from figures import BOUND, GROUPS, OURS, Figure, load, number, origin, size_text
+from figures import (
+    BOUND,
+    ENCODING,
+    GROUPS,
+    OURS,
+    SEARCH,
+    TRAINING,
+    Figure,
+    load,
+    number,
+    of_sizes,
+    origin,
+    size_text,
+    without_codes,
+)
 from plots import plot
 
 ROOT = Path(__file__).parents[1]
+HEADLINE = {  # title: group and sizes
+    "Training step": ("quantize", TRAINING),
+    "Encode": ("encode", ENCODING),
+    "Search, 256 queries at a time": ("search", SEARCH),
+    "Search, one query": ("search", SEARCH | {"Q": 1}),
+}
 
 
 def ratio(peer: dict[str, Any]) -> str:
@@ -33,7 +53,11 @@ def ratio(peer: dict[str, Any]) -> str:
 def case(figure: Figure) -> str:
     """What was run: the benchmark's name and its sizes."""
     words = figure.name.removeprefix("bench_").partition("[")[0].replace("_", " ")
-    return f"{words}: " + ", ".join(f"{name} {size_text(value)}" for name, value in figure.sizes.items())
+    return f"{words}: {sizes_of(figure)}"
+
+
+def sizes_of(figure: Figure) -> str:
+    return ", ".join(f"{name} {size_text(value)}" for name, value in figure.sizes.items())
 
 
 def table(figures: list[Figure]) -> str:
@@ -60,25 +84,18 @@ def quality_text(side: dict[str, Any], measure: str) -> str:
 
 
 def headline(figures: list[Figure]) -> str:
-    """The benchmarks of `make bench-quick`, one row each, beside other people's code."""
+    """A row for each of HEADLINE that was measured, beside other people's code."""
     rows = ["| | ours / s | that is |", "| --- | --- | --- |"]
-    quick = [figure for figure in figures if figure.quick]
-    for figure in quick:
+    shown = []
+    for title, (group, sizes) in HEADLINE.items():
+        figure = of_sizes(figures, group, sizes) or of_sizes(figures, group, without_codes(sizes))
+        if figure is None:
+            continue
+        shown.append(figure)
         others = {name: side for name, side in figure.steady().items() if not name.startswith((OURS, BOUND, "ours"))}
-        peers = ", ".join(
-            f"{number(side['ratio'])} x {name}{worth(figure.ours, side)}" for name, side in others.items()
-        )
-        title = GROUPS[figure.group].partition(":")[0]
-        rows.append(f"| **{title}**, {case(figure)} | {number(figure.ours['rate'])} {figure.unit} | {peers} |")
-    return "\n".join(rows) + f"\n\n{origin(quick)}."
-
-
-def worth(ours: dict[str, Any], peer: dict[str, Any]) -> str:
-    """How good both results are, where they differ in that."""
-    measures = [
-        f"{name} {peer['quality'][name]:.2f}, ours {value:.2f}" for name, value in ours.get("quality", {}).items()
-    ]
-    return f" ({'; '.join(measures)})" if measures else ""
+        peers = ", ".join(f"{number(side['ratio'])} x {name}" for name, side in others.items())
+        rows.append(f"| **{title}**: {sizes_of(figure)} | {number(figure.ours['rate'])} {figure.unit} | {peers} |")
+    return "\n".join(rows) + f"\n\n{origin(shown)}."
 
 
 def blocks(figures: list[Figure]) -> dict[str, str]:

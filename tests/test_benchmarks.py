@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,11 +84,17 @@ from drq_fast import _C
 
 right = _C.{kernel}
 
-def wrong(*arguments, **job):
-    right(*arguments, **job)
-    {spoil}
+class Remembered(_C.{job}):  # a job whose members can be read
+    def __init__(self, **members):
+        super().__init__(**members)
+        self.members = members
 
-_C.{kernel} = wrong
+def wrong(job, *arguments):
+    result = right(job, *arguments)
+    {spoil}
+    return result
+
+_C.{kernel}, _C.{job} = wrong, Remembered
 """
 
 
@@ -137,7 +144,7 @@ def test_only_what_agrees_leaves_a_figure(outcome: Outcome) -> None:
     assert list(outcome.file["figures"]) == ["bench_right"]
     assert "3 failed, 3 passed, 6 skipped" in outcome.text
     reasons = [line for line in outcome.text.splitlines() if line.startswith("E ")]
-    assert sum("ours disagrees with the reference at {'N': 10}: nothing is timed" in line for line in reasons) == 2
+    assert sum("ours disagrees with the definition at {'N': 10}: nothing is timed" in line for line in reasons) == 2
 
 
 def test_triton_interpreter_is_not_timed(outcome: Outcome) -> None:
@@ -177,6 +184,27 @@ def test_passes_that_differ_widen_the_interval() -> None:
     assert far[1] > 1.15
 
 
+@pytest.mark.parametrize(("asked", "rounds"), [(1, 1), (None, 7)])
+def test_rounds_of_a_pass(asked: int | None, rounds: int) -> None:
+    conftest, counts = load("conftest"), []
+
+    class Benchmark:
+        """pytest-benchmark's fixture, as far as it is used."""
+
+        stats = types.SimpleNamespace(stats=types.SimpleNamespace(data=[]))
+
+        def pedantic(self, run: Any, setup: Any, rounds: int, warmup_rounds: int) -> None:
+            counts.append(rounds)
+            for _ in range(warmup_rounds + rounds):
+                setup()
+            self.stats.stats.data = [1.0] * rounds
+
+    times = conftest.Times({}, {"peer": {}}, {})
+    conftest.time_pass(Benchmark(), lambda: None, {"peer": lambda: None}, times, 3, asked)
+    assert counts == [rounds]
+    assert len(times.ours[0]) == len(times.peers[0]["peer"]) == rounds
+
+
 def test_quality_of_ours_and_the_peers(outcome: Outcome) -> None:
     assert outcome.right["ours"]["quality"] == {"size": len(str(sum(range(10000))))}
     assert outcome.right["peers"]["unsteady"]["quality"] == {"size": len("None")}
@@ -212,20 +240,20 @@ def test_table_names_every_peer(outcome: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "kernel", "spoil"),
+    ("file", "job", "kernel", "spoil"),
     [
-        ("bench_encode.py", "encode_cpu", "ctypes.memset(job['codes'], 7, 4)"),
-        ("bench_search.py", "search_cpu", "ctypes.memset(job['positions'], 0, 16)"),
-        ("bench_quantize.py", "backward_cpu", "ctypes.memset(job['dscores'], 0, 4096)"),
+        ("bench_encode.py", "Encode", "encode_cpu", "ctypes.memset(job.members['codes'], 7, 4)"),
+        ("bench_search.py", "Search", "search_cpu", "ctypes.memset(job.members['positions'], 0, 16)"),
+        ("bench_quantize.py", "Training", "backward_cpu", "ctypes.memset(job.dscores, 0, 4096)"),
     ],
 )
-def test_wrong_kernel_leaves_no_figure(folder: Path, file: str, kernel: str, spoil: str) -> None:
+def test_wrong_kernel_leaves_no_figure(folder: Path, file: str, job: str, kernel: str, spoil: str) -> None:
     """A kernel that spoils a little of what the right one has written."""
     if importlib.util.find_spec("drq_fast._C") is None:
         pytest.skip("no compiled kernels here")
-    (folder / "swapped.py").write_text(SWAPPED.format(kernel=kernel, spoil=spoil))
+    (folder / "swapped.py").write_text(SWAPPED.format(job=job, kernel=kernel, spoil=spoil))
     outcome = run(folder, "-p", "swapped", "-m", "quick", file, PYTHONPATH=str(folder))
-    assert "ours disagrees with the reference" in outcome.text, outcome.text
+    assert "ours disagrees with the definition" in outcome.text, outcome.text
     assert "passed" not in outcome.text
     assert outcome.file["figures"] == {}
 
