@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public name -> its module, which is imported at first use: it imports torch, and `drq-fast --help` needs no torch.
 _MODULES = {
