@@ -18,7 +18,7 @@ from .codes import bits
 
 Array = TypeVar("Array", Tensor, np.ndarray)
 
-_BLOCK = 1 << 24  # floats of x that are encoded between two updates of the progress bar
+_BLOCK = 1 << 24  # floats of x, times the width of the beam, between two updates of the progress bar
 
 
 class Codec(Parameters):
@@ -157,7 +157,7 @@ def encode(x: Array, codec: Parameters, beam: int, level_weights: Sequence[float
     (K, D), M, device = codec.codebook.shape, len(codec.scale), codec.codebook.device
     omega = level_weights or default_weights(M)
     dtype = torch.promote_types(codec.codebook.dtype, torch.float32)
-    step = max(1, _BLOCK // D)
+    step = max(1, _BLOCK // (D * beam))
     with torch.no_grad():
         if len(rows) <= step:
             codes = functional.encode_checked(rows.to(device, dtype), codec, beam, omega)
