@@ -20,13 +20,14 @@ from torch import Tensor
 
 import drq_fast
 from drq_fast import functional
+from drq_fast.index import IndexResult
 
 D = 64
 TRAINED, FILLED = 30_000, 1_000_000
 POOL = 256  # queries that take turns, at least; four batches if those are more
 FITTED = ("clustered", "gaussian", "low rank")
 Sizes = dict[str, Any]
-Found = tuple[Tensor, drq_fast.index.IndexResult]  # a batch of queries and its result
+Found = tuple[Tensor, IndexResult]  # a batch of queries and its result
 
 
 def vectors(codes: str, N: int, seed: int) -> Tensor:

@@ -151,11 +151,12 @@ def time_pass(
     benchmark: Any, run: Run, runs: dict[str, Run], times: Times, passes: int, rounds: int | None = None
 ) -> tuple[int, float | None]:
     """Times one pass; (rounds of all passes, the most cores that others kept busy in one)."""
-    run, repeats, seconds = repeated(run)
+    prepared = repeated if rounds is None else once
+    run, repeats, seconds = prepared(run)
     peer_times: dict[str, list[float]] = {name: [] for name in runs}
-    timed = {name: repeated(peer) for name, peer in runs.items()}
+    timed = {name: prepared(peer) for name, peer in runs.items()}
     seconds += sum(peer.seconds for peer in timed.values())
-    warm_ups = 1 if rounds is None else 0  # `repeated` has run everything once
+    warm_ups = 1 if rounds is None else 0
     rounds = rounds or max(math.ceil(7 / passes), min(21 // passes, int(ENOUGH / passes / seconds)))
 
     def timing() -> None:
@@ -217,6 +218,11 @@ def repeated(run: Run) -> Repeated:
             run()
 
     return Repeated(run_repeatedly, repeats, repeats * seconds)
+
+
+def once(run: Run) -> Repeated:
+    """The same, for what takes so long that it is neither repeated nor run before it is timed."""
+    return Repeated(run, 1, 0.0)
 
 
 def time_each(runs: dict[str, Repeated], times: dict[str, list[float]]) -> None:

@@ -252,7 +252,8 @@ def test_wrong_kernel_leaves_no_figure(folder: Path, file: str, job: str, kernel
     if importlib.util.find_spec("drq_fast._C") is None:
         pytest.skip("no compiled kernels here")
     (folder / "swapped.py").write_text(SWAPPED.format(job=job, kernel=kernel, spoil=spoil))
-    outcome = run(folder, "-p", "swapped", "-m", "quick", file, PYTHONPATH=str(folder))
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    outcome = run(folder, "-p", "swapped", "-m", "quick", file, PYTHONPATH=path)
     assert "ours disagrees with the definition" in outcome.text, outcome.text
     assert "passed" not in outcome.text
     assert outcome.file["figures"] == {}
