@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 # So that errors and logs name files the same way wherever the tests run.
 export PYTHONDONTWRITEBYTECODE = 1
-NATIVE := $(wildcard csrc/*.* csrc/*/*.* tests/native/*.*)
+NATIVE := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/native/*.*)
 
 .PHONY: demo test test-all lint format bench bench-quick bench-publish gpu-check clean
 
@@ -50,7 +50,7 @@ clean:
 	rm -rf $(VENV) build out *.egg-info drq_fast/*.so
 
 # One stamp per set of packages, made again when the package's description or its native code changes.
-SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.* csrc/*/*.*)
+SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

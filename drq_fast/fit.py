@@ -19,7 +19,9 @@ _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] block that stays in cache
 _SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
 _SEEDED = 4096  # codewords up to which k-means++ chooses them one by one
 NOISE = 0.2  # standard deviation of what is added to a codeword in the first round, in those of x
-_STRIDE = 1.7  # how far a round goes on the way to the refitted codebook: beyond it, where the codes will follow
+_STRIDE = 1.7  # over-relaxation: step 1.7 times the refit, because the next codes adapt
+_EARLY = 0.6  # share of the rounds in which every second vector suffices
+_COUNTED = 512  # codewords up to which pairs of them are counted once for all purposes
 
 
 class Fitted(NamedTuple):
@@ -39,6 +41,7 @@ class _Statistics(NamedTuple):
     inner: Tensor  # [M, M]  of <C[b_i], C[b_j]>
     cross: Tensor  # [M]     of <x, C[b_i]>
     sums: Tensor | None  # [M, K, D] of x by codeword; None where the codebook is not refitted
+    pairs: dict[tuple[int, int], Tensor]  # level i >= j -> [K, K], how often two codewords meet; where K is small
 
     def errors(self, scale: Tensor) -> Tensor:
         """sum ||x - xhat_m||^2 [..., M] with scale [..., M]."""
@@ -48,7 +51,7 @@ class _Statistics(NamedTuple):
 
     def double(self) -> _Statistics:
         """The same in float64, without sums."""
-        return _Statistics(self.energy.double(), self.inner.double(), self.cross.double(), None)
+        return _Statistics(self.energy.double(), self.inner.double(), self.cross.double(), None, {})
 
 
 def fit(
@@ -66,15 +69,15 @@ def fit(
 ) -> Fitted:
     """The codec with the smallest sum_m omega[m] ||x - xhat_m||^2 found for x [N, D] float32; any N >= 1.
 
-    omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (by beam in the last
-    tenth, else greedily), solves for scale and codebook, and adds noise that fades away. Deterministic given `seed`;
-    without one the seed is drawn from torch's global generator. Interrupted, it returns the best so far.
+    omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, in the last
+    tenth by a beam that widens), solves for scale and codebook, and adds noise that fades away. Where there are many
+    vectors, the first rounds take every second one in turn. Deterministic given `seed`; without one the seed is drawn
+    from torch's global generator. Interrupted, it returns the best so far.
     """
     generator = seeded(seed)
     mean = x.mean(dim=0) if offset else None
     x = x if mean is None else x - mean
     weights = _counted(x.new_ones(levels) if omega is None else omega.to(x))
-    energy = x.square().sum()
     spread = noise * x.var(dim=0, correction=0).sqrt()
     if not codewords < len(x) or codewords > _SOLVABLE:  # nothing to escape from, or nothing that would take it back
         spread = torch.zeros_like(spread)
@@ -82,26 +85,38 @@ def fit(
     codebook, scale = plus_plus(x, codewords, generator), x.new_tensor([0.7**m for m in range(levels)])
     best, best_cost = Fitted(codebook, scale, mean, (1.0,) * levels), float("inf")
     bar = tqdm(range(rounds + 1), desc="fit", unit="round", delay=2, disable=None, leave=False)
+    halves = [x[0::2].contiguous(), x[1::2].contiguous()] if rounds >= 40 and len(x) >= 128 * codewords else []
+    energies = {len(part): part.square().sum() for part in (x, *halves)}
     try:
         for step in bar:
-            width = 1 if step < 0.9 * rounds else beam
-            codes = functional.encode_checked(x, Parameters(codebook, scale, None), width, level_weights)
-            statistics = _collect(x, codes, codebook, energy)
+            early = bool(halves) and step < _EARLY * rounds
+            part = halves[step % 2] if early else x
+            codec, width = Parameters(codebook, scale, None), _width(step, rounds, beam)
+            codes = functional.encode_checked(part, codec, width, level_weights)
+            statistics = _collect(part, codes, codebook, energies[len(part)])
             errors = statistics.errors(scale)
-            if float(errors @ weights) < best_cost:
+            if early or float(errors @ weights) < best_cost:
                 relative = tuple((errors.clamp_min(0) / statistics.energy.clamp_min(1e-30)).tolist())
-                best, best_cost = Fitted(codebook, scale, mean, relative), float(errors @ weights)
+                best, best_cost = (
+                    Fitted(codebook, scale, mean, relative),
+                    float("inf") if early else float(errors @ weights),
+                )
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
                 scale = _best_scale(statistics, weights, scale, free_scale)
                 refitted = _refit(statistics, codes, codebook, scale, weights)
                 codebook = refitted if step == 0 else codebook + _STRIDE * (refitted - codebook)
-                codebook = revive(x, codes, codebook, scale, generator)
+                codebook = revive(part, codes, codebook, scale, generator)
                 shake = torch.randn(codebook.shape, dtype=torch.float32, device="cpu", generator=generator).to(x)
                 codebook = codebook + (1 - (step + 1) / rounds) * spread * shake
     except KeyboardInterrupt:
         bar.write("fit: interrupted; the best codec so far is kept.")
     return best
+
+
+def _width(step: int, rounds: int, beam: int) -> int:
+    """The width of the beam in a round: greedy at first, then narrow, and full in the last twentieth."""
+    return 1 if step < 0.9 * rounds else min(beam, 4) if step < 0.95 * rounds else beam
 
 
 def seeded(seed: int | None) -> torch.Generator:
@@ -205,16 +220,27 @@ def _collect(x: Tensor, codes: Tensor, codebook: Tensor, energy: Tensor) -> _Sta
     (N, M), (K, D) = codes.shape, codebook.shape
     columns = [codes[:, m].long() for m in range(M)]
     if K <= _SOLVABLE:
-        gram = codebook @ codebook.T
-        inner = x.new_tensor([[float(gram[i, j].sum()) for j in columns] for i in columns])
+        gram, inner, pairs = codebook @ codebook.T, x.new_zeros(M, M), {}
+        for i in range(M):
+            for j in range(i + 1):
+                if K <= _COUNTED:
+                    pairs[i, j] = _count_pairs(columns[i], columns[j], K).to(x)
+                    inner[i, j] = inner[j, i] = (pairs[i, j] * gram).sum()
+                else:
+                    inner[i, j] = inner[j, i] = gram[columns[i], columns[j]].sum()
         sums = torch.stack([_sums(x, column, K) for column in columns])
-        return _Statistics(energy, inner, (sums * codebook).sum(dim=(1, 2)), sums)
+        return _Statistics(energy, inner, (sums * codebook).sum(dim=(1, 2)), sums, pairs)
     inner, cross = x.new_zeros(M, M), x.new_zeros(M)
     for rows in tiles(N, M * D):
         words = torch.stack([codebook[column[rows]].flatten() for column in columns])
         inner += words @ words.T
         cross += words @ x[rows].flatten()
-    return _Statistics(energy, inner, cross, None)
+    return _Statistics(energy, inner, cross, None, {})
+
+
+def _count_pairs(b_i: Tensor, b_j: Tensor, K: int) -> Tensor:
+    """[K, K]: how often codeword b_i [N] of one level meets b_j [N] of another."""
+    return torch.bincount(b_i * K + b_j, minlength=K * K).view(K, K)
 
 
 def _sums(x: Tensor, column: Tensor, K: int) -> Tensor:
@@ -242,8 +268,10 @@ def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tens
     H = codebook.new_zeros(K, K)
     for i in range(M):
         for j in range(i + 1):
-            flat = codes[:, i].long() * K + codes[:, j].long()
-            pairs = weight[i, j] * torch.bincount(flat, minlength=K * K).view(K, K)
+            counts = statistics.pairs.get((i, j))
+            if counts is None:
+                counts = _count_pairs(codes[:, i].long(), codes[:, j].long(), K)
+            pairs = weight[i, j] * counts
             H += pairs if i == j else pairs + pairs.T
     R = ((scale * remaining)[:, None, None] * statistics.sums).sum(dim=0)
     ridge = 1e-4 * H.diagonal().mean() * torch.eye(K, dtype=H.dtype, device=H.device)
