@@ -51,7 +51,12 @@ class Batch {
         ceilings(all.k, count),
         transposed(job.K * kLanes),
         lines((job.M * job.K + (bins != nullptr ? 256 : 0)) * kLanes),
-        terms(job.M * job.K) {}
+        terms(job.M * job.K) {
+    for (int bin = 0; bin < 256 && bins != nullptr; ++bin) {
+      norms_low[bin] = norm_term(job.metric, bins->low[bin]);
+      norms_high[bin] = norm_term(job.metric, bins->high[bin]);
+    }
+  }
 
   // guesses, if not null: what the k-th best cost of each query is thought to stay below. Where that is wrong the query
   // is searched again.
@@ -113,8 +118,8 @@ class Batch {
       const float* table = job.table + lane * job.K;
       for (int64_t k = 0; k < job.K; ++k) transposed.data[k * kLanes + lane] = table[k];
       usable[lane] = bound[lane].start(job, lane);
-      // A cosine is 0, whatever its sum, if the norm is not positive.
-      if (job.metric == kCosine) usable[lane] &= bins->low[0] > 0;
+      if (bins != nullptr)
+        usable[lane] &= with_metric(job.metric, [this](auto metric) { return metric.bounded(bins->low[0]); });
     }
   }
 
@@ -126,11 +131,9 @@ class Batch {
     for (int64_t lane = 0; lane < queries; ++lane) {
       if (!is_active(lane)) continue;
       best[lane].shrink();
-      factor[lane] = bound[lane].factor(best[lane].tau);
-      const double norms_from =
-          bins == nullptr ? 0 : norm_term(job.metric, factor[lane], factor[lane] >= 0 ? bins->low[0] : bins->high[255]);
-      const double base = bound[lane].base + norms_from, limit = bound[lane].limit(best[lane].tau);
-      norm_low[lane] = norms_from;
+      factor[lane] = static_cast<float>(bound[lane].factor(best[lane].tau));
+      norm_low[lane] = bins == nullptr ? 0 : std::fmin(factor[lane] * norms_low[0], factor[lane] * norms_high[255]);
+      const double base = bound[lane].base + norm_low[lane], limit = bound[lane].limit(best[lane].tau);
       if (!best[lane].full || !usable[lane] || !std::isfinite(limit - base)) {
         undecided |= uint64_t{1} << lane;
       } else if (steps[lane].set(base, limit, 254)) {
@@ -157,13 +160,16 @@ class Batch {
       }
   }
 
+  // The lower bound of B in a bin is at one of its edges. In float32 it is off by a few 2^-24 of itself, which is a
+  // small part of the slack where |B| is at most L + S (see bound.h), and of a step where B is less.
   void build_norms() {
     uint8_t* line = lines.data + job.M * job.K * kLanes;
     for (int bin = 0; bin < 256; ++bin, line += kLanes)
-      for (int64_t lane = 0; lane < queries; ++lane) {
-        const double edge = factor[lane] >= 0 ? bins->low[bin] : bins->high[bin];
-        const double count = (norm_term(job.metric, factor[lane], edge) - norm_low[lane]) * inverse[lane];
-        line[lane] = count > 0 ? static_cast<uint8_t>(count < 255 ? count : 255) : 0;
+      for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
+        const Floats by = Floats::load(factor + lane);
+        const Floats least = min(by * Floats::all(norms_low[bin]), by * Floats::all(norms_high[bin]));
+        const Floats count = (least - Floats::load(norm_low + lane)) * Floats::load(inverse + lane);
+        max(count, Floats::all(0)).store_bytes(line + lane);  // NaN becomes 0
       }
   }
 
@@ -180,9 +186,10 @@ class Batch {
     const uint8_t *const table = lines.data, *const norms = table + job.M * job.K * kLanes;
     const uint8_t* const bin = kNorms ? bins->bins : nullptr;
     return [table, norms, bin, level = job.K * kLanes](const Code* code, int64_t n, int64_t levels) {
-      Line sum = Line::load(table + code[0] * kLanes);
-      if (kNorms) sum = add_saturated(sum, Line::load(norms + bin[n] * kLanes));
-      for (int64_t m = 1; m < levels; ++m) sum = add_saturated(sum, Line::load(table + m * level + code[m] * kLanes));
+      const auto at = [](size_t entry) { return entry * kLanes; };
+      Line sum = Line::load(table + at(code[0]));
+      if (kNorms) sum = add_saturated(sum, Line::load(norms + at(bin[n])));
+      for (int64_t m = 1; m < levels; ++m) sum = add_saturated(sum, Line::load(table + m * level + at(code[m])));
       return sum;
     };
   }
@@ -297,9 +304,10 @@ class Batch {
   Rejected<Code> rejected;
   Bound bound[kLanes];
   Steps steps[kLanes];
-  bool usable[kLanes] = {};                           // whether the bound may drop codes
-  double factor[kLanes] = {}, norm_low[kLanes] = {};  // of the norm's term, and its minimum
-  float inverse[kLanes] = {};                         // of the steps; 0 where all steps are 0
+  bool usable[kLanes] = {};                          // whether the bound may drop codes
+  float factor[kLanes] = {}, norm_low[kLanes] = {};  // of B, and its minimum
+  float norms_low[256], norms_high[256];             // the edges of the bins, or their roots if B has them
+  float inverse[kLanes] = {};                        // of the steps; 0 where all steps are 0
   uint8_t threshold[kLanes] = {};
   uint32_t pending[kLanes][kPending];
   int64_t waiting[kLanes] = {};

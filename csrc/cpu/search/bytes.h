@@ -1,4 +1,4 @@
-// 16, 32 or 64 unsigned bytes, and the few operations that the scan of a batch needs. Included by files that are
+// 32 or 64 unsigned bytes, and the few operations that the scan of a batch needs. Included by files that are
 // compiled once per instruction set; see simd.h.
 #pragma once
 
@@ -14,7 +14,6 @@ struct Bytes;
 
 #if defined(DRQ_AVX512)
 
-constexpr int64_t kMostLanes = 64;
 template <>
 struct Bytes<64> {
   __m512i v;
@@ -23,10 +22,6 @@ struct Bytes<64> {
 inline Bytes<64> add_saturated(Bytes<64> a, Bytes<64> b) { return {_mm512_adds_epu8(a.v, b.v)}; }
 inline Bytes<64> min(Bytes<64> a, Bytes<64> b) { return {_mm512_min_epu8(a.v, b.v)}; }
 inline uint64_t less(Bytes<64> a, Bytes<64> b) { return _mm512_cmplt_epu8_mask(a.v, b.v); }
-
-#else
-
-constexpr int64_t kMostLanes = 32;
 
 #endif
 #if defined(DRQ_AVX512) || defined(DRQ_AVX2)
@@ -41,18 +36,6 @@ inline Bytes<32> min(Bytes<32> a, Bytes<32> b) { return {_mm256_min_epu8(a.v, b.
 inline uint64_t less(Bytes<32> a, Bytes<32> b) {
   const __m256i not_less = _mm256_cmpeq_epi8(_mm256_max_epu8(a.v, b.v), a.v);
   return static_cast<uint32_t>(~_mm256_movemask_epi8(not_less));
-}
-
-template <>
-struct Bytes<16> {
-  __m128i v;
-  static Bytes load(const uint8_t* p) { return {_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))}; }
-};
-inline Bytes<16> add_saturated(Bytes<16> a, Bytes<16> b) { return {_mm_adds_epu8(a.v, b.v)}; }
-inline Bytes<16> min(Bytes<16> a, Bytes<16> b) { return {_mm_min_epu8(a.v, b.v)}; }
-inline uint64_t less(Bytes<16> a, Bytes<16> b) {
-  const __m128i not_less = _mm_cmpeq_epi8(_mm_max_epu8(a.v, b.v), a.v);
-  return static_cast<uint16_t>(~_mm_movemask_epi8(not_less));
 }
 
 #else

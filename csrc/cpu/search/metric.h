@@ -3,7 +3,8 @@
 //
 // A scan minimises costs: the score, negated where larger scores are better. With
 //   A_m[k] = kSign * fl(scale[m] * T[k]),   B(norm) = factor(tau) * norm, or factor(tau) * sqrt(norm) with kRoot,
-// a code costs less than tau if and only if sum_m A_m[b_m] + B(norm) < limit(tau), but for rounding; see bound.h.
+// a code costs less than tau if and only if sum_m A_m[b_m] + B(norm) < limit(tau), but for rounding; see bound.h. That
+// needs norms that are bounded(): their least is a number for which B is.
 #pragma once
 
 #include <cmath>
@@ -24,6 +25,7 @@ struct L2 {
   }
   static double limit(float tau, float constant) { return static_cast<double>(tau) - constant; }
   static double factor(float, float) { return 1; }
+  static bool bounded(float least_norm) { return least_norm == least_norm; }
 };
 
 struct Ip {
@@ -33,6 +35,7 @@ struct Ip {
   static Floats cost(Floats sum, Floats, Floats constant, Floats) { return Floats::all(0) - (sum + constant); }
   static double limit(float tau, float constant) { return static_cast<double>(tau) + constant; }
   static double factor(float, float) { return 0; }
+  static bool bounded(float) { return true; }
 };
 
 struct Cosine {
@@ -44,6 +47,7 @@ struct Cosine {
   }
   static double limit(float, float constant) { return constant; }
   static double factor(float tau, float length) { return -static_cast<double>(tau) * length; }
+  static bool bounded(float least_norm) { return least_norm > 0; }  // else the score is 0, whatever the sum
 };
 
 // use(L2{}), use(Ip{}) or use(Cosine{}).
@@ -61,8 +65,9 @@ inline float sign_of(int metric) {
 // The length of a query where the metric has one.
 inline float length_of(const Search& job, int64_t q) { return job.metric == kCosine ? job.lengths[q] : 0; }
 
-inline double norm_term(int metric, double factor, double norm) {
-  return factor * with_metric(metric, [norm](auto m) { return m.kRoot ? std::sqrt(norm) : norm; });
+// B(norm) / factor.
+inline float norm_term(int metric, float norm) {
+  return with_metric(metric, [norm](auto m) { return m.kRoot ? std::sqrt(norm) : norm; });
 }
 
 template <class Code>

@@ -19,7 +19,7 @@ bool by_bytes(const Search& job, int64_t count) {
 }
 
 // The number of queries from which a batch is faster than one after the other.
-int64_t worth_a_batch(const Search& job) { return takes_one(job) ? 7 : 3; }
+int64_t worth_a_batch(const Search& job) { return takes_one(job) ? 20 : 3; }
 
 template <class Code>
 void scan_one_by_one(const Part& part, bool bytes) {
@@ -93,8 +93,7 @@ void scan_part(const Part& part) {
 #if defined(DRQ_AVX512)
     q = scan_batches<Code, 64>(part, sample.get(), q, 33);
 #endif
-    q = scan_batches<Code, 32>(part, sample.get(), q, 17);
-    q = scan_batches<Code, 16>(part, sample.get(), q, least);
+    q = scan_batches<Code, 32>(part, sample.get(), q, least);
   }
   if (q == part.last_query) return;
   Part rest = part;

@@ -28,11 +28,14 @@ struct Division {
   Division(const Search& job, int isa, int threads, bool in_batches) {
     // Rough times: of a thread that wakes up and does something useful, of a query, and of one of its look-ups.
     constexpr double kThread = 60e-6, kQuery = 3e-6, kLookUp[kIsaCount] = {230e-12, 110e-12, 15e-12};
-    constexpr int64_t kLeastRange = 1 << 15, kLeastBatch = 16;
+    // With small k, half a batch of queries takes about as long as a whole one, but half of the codes take half as
+    // long. With large k, ranges of codes would each have to find k.
+    constexpr int64_t kLeastRange = 1 << 15;
+    const int64_t least_batch = job.k < 64 ? 32 : 16;
     const double time = job.Q * (kQuery + kLookUp[isa] * static_cast<double>(job.N * job.M));
     const int64_t parts = std::max<int64_t>(1, static_cast<int64_t>(std::min<double>(threads, time / kThread)));
     const bool even = job.Q % parts == 0 || job.Q >= 4 * parts || job.N < parts * kLeastRange;
-    groups = std::min(parts, std::max<int64_t>(1, in_batches ? job.Q / kLeastBatch : even ? job.Q : 1));
+    groups = std::min(parts, std::max<int64_t>(1, in_batches ? job.Q / least_batch : even ? job.Q : 1));
     ranges = std::max<int64_t>(1, std::min(parts / groups, job.N / kLeastRange));
   }
   int64_t groups, ranges;
