@@ -69,8 +69,8 @@ def fit(
 ) -> Fitted:
     """The codec with the smallest sum_m omega[m] ||x - xhat_m||^2 found for x [N, D] float32; any N >= 1.
 
-    omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, in the last
-    tenth by a beam that widens), solves for scale and codebook, and adds noise that fades away. Where there are many
+    omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, at the end
+    by a beam that widens), solves for scale and codebook, and adds noise that fades away. Where there are many
     vectors, the first rounds take every second one in turn. Deterministic given `seed`; without one the seed is drawn
     from torch's global generator. Interrupted, it returns the best so far.
     """
@@ -85,22 +85,22 @@ def fit(
     codebook, scale = plus_plus(x, codewords, generator), x.new_tensor([0.7**m for m in range(levels)])
     best, best_cost = Fitted(codebook, scale, mean, (1.0,) * levels), float("inf")
     bar = tqdm(range(rounds + 1), desc="fit", unit="round", delay=2, disable=None, leave=False)
-    halves = [x[0::2].contiguous(), x[1::2].contiguous()] if rounds >= 40 and len(x) >= 128 * codewords else []
-    energies = {len(part): part.square().sum() for part in (x, *halves)}
+    many = rounds >= 40 and len(x) >= 128 * codewords
+    whole, *halves = [
+        (part, part.square().sum()) for part in (x, *((x[0::2].contiguous(), x[1::2].contiguous()) if many else ()))
+    ]
     try:
         for step in bar:
-            early = bool(halves) and step < _EARLY * rounds
-            part = halves[step % 2] if early else x
+            early = many and step < _EARLY * rounds
+            part, energy = halves[step % 2] if early else whole
             codec, width = Parameters(codebook, scale, None), _width(step, rounds, beam)
             codes = functional.encode_checked(part, codec, width, level_weights)
-            statistics = _collect(part, codes, codebook, energies[len(part)])
+            statistics = _collect(part, codes, codebook, energy)
             errors = statistics.errors(scale)
             if early or float(errors @ weights) < best_cost:
                 relative = tuple((errors.clamp_min(0) / statistics.energy.clamp_min(1e-30)).tolist())
-                best, best_cost = (
-                    Fitted(codebook, scale, mean, relative),
-                    float("inf") if early else float(errors @ weights),
-                )
+                best = Fitted(codebook, scale, mean, relative)
+                best_cost = float("inf") if early else float(errors @ weights)
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
                 scale = _best_scale(statistics, weights, scale, free_scale)
