@@ -43,15 +43,26 @@ struct SearchJob {
   drq::Queries queries;
 };
 
-SearchJob search_of(Address scale, Address codes, Address scores, Address positions, int64_t Q, int64_t N, int64_t K,
-                    int64_t M, int64_t k, int64_t stride, int metric, bool wide, Address norms, Address keep,
-                    Address query, Address columns, Address offset, int64_t D, Address table, Address constants,
-                    Address lengths) {
-  if (Q > 0 && (table == 0) == (query == 0)) throw py::value_error("Search: give either table or query.");
-  if (table == 0 && query != 0 && columns == 0) throw py::value_error("Search: query needs columns.");
+// A codec as the search takes it: what is the same for all queries.
+struct Columns {
+  Address columns, scale, offset;
+  int64_t K, D;
+};
+
+SearchJob search_by_table(Address table, Address constants, Address lengths, Address scale, int64_t K, Address codes,
+                          Address norms, Address keep, Address scores, Address positions, int64_t Q, int64_t N,
+                          int64_t M, int64_t k, int64_t stride, int metric, bool wide) {
   return {{At{table}, At{scale}, At{codes}, At{norms}, At{constants}, At{lengths}, At{keep}, At{scores}, At{positions},
            Q, N, K, M, k, stride, metric, wide},
-          {At{query}, At{columns}, At{offset}, D}};
+          {}};
+}
+
+SearchJob search_by_query(const Columns& codec, Address query, Address codes, Address norms, Address keep,
+                          Address scores, Address positions, int64_t Q, int64_t N, int64_t M, int64_t k, int64_t stride,
+                          int metric, bool wide) {
+  return {{nullptr, At{codec.scale}, At{codes}, At{norms}, nullptr, nullptr, At{keep}, At{scores}, At{positions}, Q, N,
+           codec.K, M, k, stride, metric, wide},
+          {At{query}, At{codec.columns}, At{codec.offset}, codec.D}};
 }
 
 // A member as an attribute: a pointer as an integer, anything else as it is.
@@ -73,11 +84,18 @@ void def_jobs(py::module_& module) {
                        bool wide) { return drq::Lookup{At{table}, At{scale}, At{codes}, At{sums}, Q, N, K, M, wide}; }),
            py::kw_only(), arg("table"), arg("scale"), arg("codes"), arg("sums"), arg("Q"), arg("N"), arg("K"), arg("M"),
            arg("wide"));
+  py::class_<Columns>(module, "Columns")
+      .def(py::init([](Address columns, Address scale, Address offset, int64_t K, int64_t D) {
+             return Columns{columns, scale, offset, K, D};
+           }),
+           py::kw_only(), arg("columns"), arg("scale"), arg("offset"), arg("K"), arg("D"));
   py::class_<SearchJob>(module, "Search")
-      .def(py::init(&search_of), py::kw_only(), arg("scale"), arg("codes"), arg("scores"), arg("positions"), arg("Q"),
-           arg("N"), arg("K"), arg("M"), arg("k"), arg("stride"), arg("metric"), arg("wide"), arg("norms") = 0,
-           arg("keep") = 0, arg("query") = 0, arg("columns") = 0, arg("offset") = 0, arg("D") = 0, arg("table") = 0,
-           arg("constants") = 0, arg("lengths") = 0);
+      .def(py::init(&search_by_query), py::kw_only(), arg("codec"), arg("query"), arg("codes"), arg("norms"),
+           arg("keep"), arg("scores"), arg("positions"), arg("Q"), arg("N"), arg("M"), arg("k"), arg("stride"),
+           arg("metric"), arg("wide"))
+      .def(py::init(&search_by_table), py::kw_only(), arg("table"), arg("constants"), arg("lengths"), arg("scale"),
+           arg("K"), arg("codes"), arg("norms"), arg("keep"), arg("scores"), arg("positions"), arg("Q"), arg("N"),
+           arg("M"), arg("k"), arg("stride"), arg("metric"), arg("wide"));
   py::class_<drq::Norms>(module, "Norms")
       .def(py::init([](Address gram, Address scale, Address inner, float constant, Address codes, Address norms,
                        int64_t N, int64_t K, int64_t M, int64_t stride, bool wide) {

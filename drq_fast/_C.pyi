@@ -3,6 +3,8 @@
 csrc/search.h and csrc/levels.h document every member; the names here are theirs.
 """
 
+from typing import overload
+
 compiler: str
 cuda: bool
 max_levels: int  # kMaxLevels: levels up to which codes are scanned by bytes
@@ -12,31 +14,52 @@ class Lookup:
         self, *, table: int, scale: int, codes: int, sums: int, Q: int, N: int, K: int, M: int, wide: bool
     ) -> None: ...
 
+class Columns:
+    """A codec as the search of the CPU takes it; columns: the codebook as `pack_codebook` lays it out."""
+    def __init__(self, *, columns: int, scale: int, offset: int, K: int, D: int) -> None: ...
+
 class Search:
+    """By queries [Q, D], whose products with the codewords are part of the scan (CPU only), or by given products."""
+    @overload
     def __init__(
         self,
         *,
-        scale: int,
+        codec: Columns,
+        query: int,
         codes: int,
+        norms: int,
+        keep: int,
         scores: int,
         positions: int,
         Q: int,
         N: int,
-        K: int,
         M: int,
         k: int,
         stride: int,
         metric: int,
         wide: bool,
-        norms: int = 0,
-        keep: int = 0,
-        query: int = 0,  # [Q, D] with these two the table, constants and lengths are computed inside (CPU only)
-        columns: int = 0,  # the codebook as pack_codebook() lays it out
-        offset: int = 0,  # [D]
-        D: int = 0,
-        table: int = 0,  # [Q, K] or these are given
-        constants: int = 0,  # [Q]
-        lengths: int = 0,  # [Q]
+    ) -> None: ...
+    @overload
+    def __init__(
+        self,
+        *,
+        table: int,
+        constants: int,
+        lengths: int,
+        scale: int,
+        K: int,
+        codes: int,
+        norms: int,
+        keep: int,
+        scores: int,
+        positions: int,
+        Q: int,
+        N: int,
+        M: int,
+        k: int,
+        stride: int,
+        metric: int,
+        wide: bool,
     ) -> None: ...
 
 class Norms:

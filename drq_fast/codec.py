@@ -33,6 +33,10 @@ class Codec(Parameters):
     >>> x_hat = codec.decode(codes, levels=2)
     """
 
+    dim: int  # D
+    codewords: int  # K
+    levels: int  # M
+    device: torch.device  # where the tensors are and everything is computed
     level_weights: tuple[float, ...] | None
 
     def __init__(
@@ -56,7 +60,8 @@ class Codec(Parameters):
                 if value is not None:
                     checks.finite("Codec", name, value)
         super().__init__(*copies)  # type: ignore[arg-type]
-        self.__dict__["level_weights"] = weights
+        (K, D), M = self.codebook.shape, self.scale.shape[0]
+        self.__dict__.update(codewords=K, dim=D, levels=M, device=self.codebook.device, level_weights=weights)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"Codec: {name} cannot be set; make another codec instead.")
@@ -79,29 +84,9 @@ class Codec(Parameters):
         return f"Codec(dim={self.dim}, codewords={self.codewords}, levels={self.levels}, {self.bits} bits)"
 
     @property
-    def codewords(self) -> int:
-        """K."""
-        return self.codebook.shape[0]
-
-    @property
-    def dim(self) -> int:
-        """D."""
-        return self.codebook.shape[1]
-
-    @property
-    def levels(self) -> int:
-        """M."""
-        return len(self.scale)
-
-    @property
     def bits(self) -> int:
         """Length of a full code in bits; `levels` parts of equal length make it up."""
         return bits(self.codewords, self.levels)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are and everything is computed."""
-        return self.codebook.device
 
     def encode(self, x: Array, beam: int = 1) -> Array:
         """x [..., D], torch or numpy -> codes [..., M] in kind: uint8 for K <= 256, else int32."""

@@ -157,7 +157,7 @@ def decode(
 
 def decode_checked(codes: Tensor, codec: Parameters, backend: str | None = None) -> Tensor:
     """`decode` of all levels of codes that are known to be right: looking at them would synchronise a GPU."""
-    unsupported = backends.cannot_differentiate(*codec.tensors())
+    unsupported = backends.cannot_differentiate(codec)
     return backends.choose("decode", codec.codebook.device.type, backend, unsupported).decode(codes, codec)
 
 

@@ -147,23 +147,22 @@ def table(device: str) -> Iterator[tuple[str, str, str]]:
             yield op, *((faster, "") if reason is None else ("torch", f"{faster}: {reason}"))
 
 
-def cannot_compile(*inputs: Tensor | None) -> str | None:
+def cannot_compile(codec: Parameters, *inputs: Tensor | None) -> str | None:
     """Why no compiled code may be used for these inputs, if so."""
     if _torch.compiler.is_compiling():
         return "torch.compile cannot trace it"
     if _torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return "torch.func and forward-mode derivatives cannot see through it"
-    for tensor in inputs:
-        if tensor is not None and tensor.dtype is _torch.float64:
-            return "it computes in float32, and an input is float64"
+    if codec.double or any([tensor is not None and tensor.dtype is _torch.float64 for tensor in inputs]):
+        return "it computes in float32, and an input is float64"
     return None
 
 
-def cannot_differentiate(*inputs: Tensor | None) -> str | None:
-    """Why compiled code without a gradient may not be used for these inputs, if so."""
-    if _torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs):
+def cannot_differentiate(codec: Parameters) -> str | None:
+    """Why compiled code without a gradient may not be used with a codec, if so."""
+    if codec.requires_grad and _torch.is_grad_enabled():
         return "it gives no gradient, and an input requires one"
-    return cannot_compile(*inputs)
+    return cannot_compile(codec)
 
 
 def cannot_quantize(x: Tensor, codec: Parameters, gamma: float | Tensor = 1.0) -> str | None:
@@ -172,7 +171,7 @@ def cannot_quantize(x: Tensor, codec: Parameters, gamma: float | Tensor = 1.0) -
         return "it gives no gradient of gamma"
     if len(codec.codebook) > extension.MAX_CODEWORDS:
         return f"it forms K x K inner products, and K is above {extension.MAX_CODEWORDS}"
-    return cannot_compile(x, *codec.tensors())
+    return cannot_compile(codec, x)
 
 
 def cannot_search(query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor | None) -> str | None:
@@ -181,14 +180,14 @@ def cannot_search(query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor
         return "it counts positions in 32 bits"
     if codes.shape[1] > extension.MAX_LEVELS and query.device.type == "cuda":
         return f"it holds {extension.MAX_LEVELS} levels, and the codes have {codes.shape[1]}"
-    return cannot_compile(query, *codec.tensors(), norms)
+    return cannot_compile(codec, query, norms)
 
 
 def cannot_add_norms(codec: Parameters) -> str | None:
     """Why the compiled squared norms may not be used, if so."""
     if len(codec.codebook) > extension.MAX_CODEWORDS:
         return f"it forms K x K inner products, and K is above {extension.MAX_CODEWORDS}"
-    return cannot_differentiate(*codec.tensors())
+    return cannot_differentiate(codec)
 
 
 def _warn_once_if_not_built() -> None:

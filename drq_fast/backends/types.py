@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
 
 from .. import modes
@@ -22,10 +23,20 @@ class Parameters:
     codebook: Tensor
     scale: Tensor
     offset: Tensor | None
+    requires_grad: bool  # of any of them
+    double: bool  # any of them is float64
     _tables: dict[Callable[[Any], Any], Any]
 
     def __init__(self, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> None:
-        self.__dict__.update(codebook=codebook, scale=scale, offset=offset, _tables={})
+        given = [tensor for tensor in (codebook, scale, offset) if tensor is not None]
+        self.__dict__.update(
+            codebook=codebook,
+            scale=scale,
+            offset=offset,
+            requires_grad=any(tensor.requires_grad for tensor in given),
+            double=any(tensor.dtype == torch.float64 for tensor in given),
+            _tables={},
+        )
 
     def table(self, make: Callable[[Parameters], Table]) -> Table:
         """make(self), computed at the first call and kept. Threads that race compute it twice and share one result."""
@@ -38,10 +49,6 @@ class Parameters:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """(codebook, scale, offset), as autograd.Functions take them."""
         return self.codebook, self.scale, self.offset
-
-    def detached(self) -> Parameters:
-        """The same without a graph."""
-        return Parameters(*(None if t is None else t.detach() for t in self.tensors()))  # type: ignore[arg-type]
 
 
 class Quantized(NamedTuple):

@@ -170,7 +170,7 @@ class Index:
         single = getattr(query, "ndim", 2) == 1
         values = self._vectors("search", "query", query[None] if single else query)
         k = checks.integer("search", "k", k, 1, checks.MAX_RESULTS)
-        length = checks.levels("search", levels, self.levels)
+        length = checks.levels("search", levels, self.codec.levels)
         rows, codes, known, mask = self._snapshot(length, keep)
         scores, found = self._scan(values, k, codes, known, mask)
         if rows.ids is not None and rows.size:
@@ -233,7 +233,7 @@ class Index:
 
     def _vectors(self, op: str, name: str, value: Any) -> Tensor:
         values = checks.array(op, name, value)
-        if values.ndim != 2 or values.shape[1] != self.dim:
+        if values.ndim != 2 or values.shape[1] != self.codec.dim:
             checks.fail(op, name, f"[N, {self.dim}]", checks.shape_of(values))
         return values
 
@@ -321,18 +321,18 @@ class Index:
         self, query: Tensor, k: int, codes: Tensor, known: Tensor | None, mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """(scores [Q, k], rows [Q, k]); in blocks of queries with a progress bar where it takes long."""
-        if query.dtype == torch.float64:
+        codec, device = self.codec, self.codec.device
+        if query.dtype is torch.float64:
             checks.finite("search", "query", query, torch.float32)
-        if query.dtype != torch.float32 or query.device != self.device:
-            query = query.to(self.device, torch.float32)
-        unsupported = backends.cannot_search(query, codes, self.codec, known)
-        column = backends.choose("search", self.device.type, None, unsupported)
+        if query.dtype is not torch.float32 or query.device != device:
+            query = query.to(device, torch.float32)
+        column = backends.choose("search", device.type, None, backends.cannot_search(query, codes, codec, known))
         step = max(_QUERIES, _WORK // max(1, codes.shape[0]))
         if query.shape[0] <= step:
-            return column.search(query, codes, self.codec, k, self.metric, known, mask, finite=True)
+            return column.search(query, codes, codec, k, self.metric, known, mask, finite=True)
         parts = []
         with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=None, leave=False) as bar:
             for part in query.split(step):
-                parts.append(column.search(part, codes, self.codec, k, self.metric, known, mask, finite=True))
+                parts.append(column.search(part, codes, codec, k, self.metric, known, mask, finite=True))
                 bar.update(len(part))
         return torch.cat([part.scores for part in parts]), torch.cat([part.positions for part in parts])

@@ -37,8 +37,9 @@ class Columns:
         native.pack_codebook(pointer(codebook), pointer(self.packed), self.K, self.D)
         self.scale = codec.scale.float().contiguous()
         self.offset = None if codec.offset is None else codec.offset.float().contiguous()
-        self.job = {"columns": pointer(self.packed), "scale": pointer(self.scale), "offset": pointer(self.offset)}
-        self.job |= {"K": self.K, "D": self.D}
+        self.job = native.Columns(
+            columns=pointer(self.packed), scale=pointer(self.scale), offset=pointer(self.offset), K=self.K, D=self.D
+        )
 
 
 class Inner:
@@ -63,7 +64,8 @@ def search(
     finite: bool = False,
 ) -> SearchResult:
     """The k best of codes [N, L] for each query [Q, D]: see `backends.torch.search`; scores are differentiable once."""
-    if torch.is_grad_enabled() and _requires_grad(query, *codec.tensors(), norms):
+    differentiable = query.requires_grad or codec.requires_grad or (norms is not None and norms.requires_grad)
+    if differentiable and torch.is_grad_enabled():
         with torch.no_grad():
             found = search(query, codes, codec, k, metric, norms, keep, finite=finite)
         return _with_gradient(query, codes, codec, metric, norms, found)
@@ -96,8 +98,7 @@ def _scan_cpu(
 ) -> tuple[Tensor, Tensor]:
     """(scores [Q, k], positions [Q, k] int64); products with the codebook are part of the scan, in a fixed order."""
     columns = codec.table(Columns)
-    rows = query.detach().float().contiguous()
-    norms = None if norms is None else norms.detach().float().contiguous()
+    rows, norms = _dense_floats(query), None if norms is None else _dense_floats(norms)
     keep = None if keep is None else keep.contiguous()
     (Q, D), (N, M) = rows.shape, codes.shape
     scores, positions = rows.new_empty((Q, k)), _NO_POSITIONS.new_empty((Q, k))
@@ -108,10 +109,11 @@ def _scan_cpu(
     isa, threads = instruction_set(), torch.get_num_threads()
     for first in range(0, Q, step):
         job = native.Search(
+            codec=columns.job,
             query=rows.data_ptr() + 4 * first * D,
             codes=codes.data_ptr(),
-            norms=pointer(norms),
-            keep=pointer(keep),
+            norms=0 if norms is None else norms.data_ptr(),
+            keep=0 if keep is None else keep.data_ptr(),
             scores=scores.data_ptr() + 4 * first * k,
             positions=positions.data_ptr() + 8 * first * k,
             Q=min(step, Q - first),
@@ -120,19 +122,11 @@ def _scan_cpu(
             k=k,
             stride=codes.stride(0) if N > 1 else M,
             metric=_METRICS[metric],
-            wide=codes.dtype == torch.int16,
-            **columns.job,
+            wide=codes.dtype is torch.int16,
         )
         if native.search_cpu(job, isa, threads) >= 0 and finite:
             checks.finite("search", "query", query, torch.float32)
     return scores, positions
-
-
-def _requires_grad(*inputs: Tensor | None) -> bool:
-    for tensor in inputs:
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
 
 
 @torch.no_grad()
@@ -322,6 +316,12 @@ def _dense_rows(codes: Tensor) -> Tensor:
     if codes.dtype not in (torch.uint8, torch.int16):
         codes = codes.to(torch.int16)
     return codes if codes.stride(1) == 1 or codes.shape[1] == 1 else codes.contiguous()
+
+
+def _dense_floats(values: Tensor) -> Tensor:
+    """The values as contiguous float32, without a graph."""
+    dense = values.dtype is torch.float32 and values.is_contiguous()
+    return values if dense else values.detach().float().contiguous()
 
 
 def _few_rows(keep: Tensor) -> Tensor | None:
