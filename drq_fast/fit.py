@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from . import checks, functional
+from .backends.native.threads import in_parallel
 from .backends.torch import FLOOR
 from .backends.types import Parameters
 from .constants import ROUNDS as ROUNDS
@@ -69,8 +71,8 @@ def fit(
 ) -> Fitted:
     """The codec with the smallest sum_m omega[m] ||x - xhat_m||^2 found for x [N, D] float32; any N >= 1.
 
-    omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, at the end
-    by a beam that widens), solves for scale and codebook, and adds noise that fades away. Where there are many
+    omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, at last
+    by a widening beam), solves for scale and codebook, and adds noise that fades away. Where there are many
     vectors, the first rounds take every second one in turn. Deterministic given `seed`; without one the seed is drawn
     from torch's global generator. Interrupted, it returns the best so far.
     """
@@ -104,9 +106,10 @@ def fit(
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
                 scale = _best_scale(statistics, weights, scale, free_scale)
-                refitted = _refit(statistics, codes, codebook, scale, weights)
+                refit = functools.partial(_refit, statistics, codes, codebook, scale, weights)
+                refitted = _run_all([refit], x.device)[0]
                 codebook = refitted if step == 0 else codebook + _STRIDE * (refitted - codebook)
-                codebook = revive(part, codes, codebook, scale, generator)
+                codebook = _run_all([functools.partial(revive, part, codes, codebook, scale, generator)], x.device)[0]
                 shake = torch.randn(codebook.shape, dtype=torch.float32, device="cpu", generator=generator).to(x)
                 codebook = codebook + (1 - (step + 1) / rounds) * spread * shake
     except KeyboardInterrupt:
@@ -220,15 +223,14 @@ def _collect(x: Tensor, codes: Tensor, codebook: Tensor, energy: Tensor) -> _Sta
     (N, M), (K, D) = codes.shape, codebook.shape
     columns = [codes[:, m].long() for m in range(M)]
     if K <= _SOLVABLE:
-        gram, inner, pairs = codebook @ codebook.T, x.new_zeros(M, M), {}
-        for i in range(M):
-            for j in range(i + 1):
-                if K <= _COUNTED:
-                    pairs[i, j] = _count_pairs(columns[i], columns[j], K).to(x)
-                    inner[i, j] = inner[j, i] = (pairs[i, j] * gram).sum()
-                else:
-                    inner[i, j] = inner[j, i] = gram[columns[i], columns[j]].sum()
-        sums = torch.stack([_sums(x, column, K) for column in columns])
+        gram, levels = codebook @ codebook.T, [(i, j) for i in range(M) for j in range(i + 1)]
+        by_level = [functools.partial(_sums, x, column, K) for column in columns]
+        by_pair = [functools.partial(_pair, columns[i], columns[j], gram) for i, j in levels]
+        done: list[Any] = _run_all([*by_level, *by_pair], x.device)
+        sums, inner = torch.stack(done[:M]), x.new_zeros(M, M)
+        for (i, j), (_, product) in zip(levels, done[M:], strict=True):
+            inner[i, j] = inner[j, i] = product
+        pairs = {pair: counts for pair, (counts, _) in zip(levels, done[M:], strict=True) if counts is not None}
         return _Statistics(energy, inner, (sums * codebook).sum(dim=(1, 2)), sums, pairs)
     inner, cross = x.new_zeros(M, M), x.new_zeros(M)
     for rows in tiles(N, M * D):
@@ -236,6 +238,20 @@ def _collect(x: Tensor, codes: Tensor, codebook: Tensor, energy: Tensor) -> _Sta
         inner += words @ words.T
         cross += words @ x[rows].flatten()
     return _Statistics(energy, inner, cross, None, {})
+
+
+def _run_all(tasks: list[Callable[[], Any]], device: torch.device) -> list[Any]:
+    """The results of all tasks: on the CPU in threads of ours, because torch's would go on spinning beside the next."""
+    return in_parallel(tasks) if device.type == "cpu" else [task() for task in tasks]
+
+
+def _pair(b_i: Tensor, b_j: Tensor, gram: Tensor) -> tuple[Tensor | None, Tensor]:
+    """(how often two codewords meet [K, K], if K is small; the sum of their inner products) for codes b_i, b_j [N]."""
+    K = len(gram)
+    if K > _COUNTED:
+        return None, gram[b_i, b_j].sum()
+    counts = _count_pairs(b_i, b_j, K).to(gram)
+    return counts, (counts * gram).sum()
 
 
 def _count_pairs(b_i: Tensor, b_j: Tensor, K: int) -> Tensor:

@@ -153,7 +153,7 @@ def cannot_compile(codec: Parameters, *inputs: Tensor | None) -> str | None:
         return "torch.compile cannot trace it"
     if _torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return "torch.func and forward-mode derivatives cannot see through it"
-    if codec.double or any([tensor is not None and tensor.dtype is _torch.float64 for tensor in inputs]):
+    if codec.double or any(tensor is not None and tensor.dtype is _torch.float64 for tensor in inputs):
         return "it computes in float32, and an input is float64"
     return None
 

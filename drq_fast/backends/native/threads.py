@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
@@ -107,6 +107,17 @@ def tiles(rows: slice, step: int) -> Iterator[slice]:
 def single_threaded(compute: Callable[[], Result]) -> Result:
     """compute() in one thread of ours, so that none of torch's are left spinning."""
     return _submit(1, compute).result()
+
+
+def in_parallel(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
+    """The results of all tasks, each run in one of our threads."""
+    threads = torch.get_num_threads()
+    futures = [_submit(threads, task) for task in tasks]
+    try:
+        return [future.result() for future in futures]
+    except BaseException:
+        wait(futures)
+        raise
 
 
 def without_dead_threads(compute: Callable[[], Result]) -> Result:
