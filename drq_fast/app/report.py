@@ -133,7 +133,9 @@ def _part(run: Run) -> Part:
     codes, made_by = run.load_codes()
     whole = metrics.get("kind") in ("labels", "neighbours") and metrics.get("database") == len(codes)
     if not whole or len(metrics.get("lengths", ())) != layer.levels:
-        raise FileError(f"report: {run.metrics} was not made from the codes in {run.folder}; evaluate again with --force.")
+        raise FileError(
+            f"report: {run.metrics} was not made from the codes in {run.folder}; evaluate again with --force."
+        )
     name, ablation = run.folder.resolve().name, config.get("ablation", "none")
     name = name if ablation in ("none", name) else f"{name} ({ablation})"
     history = run.read_json(run.history, "train").get("epochs", []) if run.history.exists() else []
