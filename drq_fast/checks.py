@@ -1,6 +1,6 @@
-"""Every check of user input, and all wording of errors: "{op}: {name} must be {expected}, got {actual}."
+"""Checks of user input. Errors have one form: "{op}: {name} must be {expected}, got {actual}."
 
-Nothing here looks at the values of a float tensor unless its name says `finite`: on a GPU that would synchronise.
+Only `finite`, `squarable` and `gamma_value` read the values of a float tensor, which synchronises a GPU.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from .constants import METRICS as METRICS
 
 MAX_CODEWORDS = 65536
-MAX_BEAM = 4096  # a wider one has never been worth its memory
-SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # of normal float32
+MAX_BEAM = 4096  # wider beams have never been worth their memory
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal float32 numbers
 MAX_RESULTS = (1 << 31) - 1
 
 
 def fail(op: str, name: str, expected: str, actual: object, *, error: type[Exception] = ValueError) -> NoReturn:
-    """Raises the one sentence that every wrong argument gets."""
+    """Raises the error of a wrong argument, in one sentence."""
     raise error(f"{op}: {name} must be {expected}, got {actual}.")
 
 
@@ -40,12 +40,12 @@ def tensor(op: str, name: str, value: Any) -> None:
 
 
 def floating(op: str, name: str, value: Any, *, device: torch.device | None = None) -> None:
-    """A float tensor of any shape, on `device` if that is given."""
+    """A float tensor of any shape, on `device` if given."""
     tensor(op, name, value)
     if not value.is_floating_point():
         fail(op, name, "a float tensor", value.dtype, error=TypeError)
     if device is not None and value.device != device:
-        fail(op, name, f"on {device}, as the codebook is", f"a tensor on {value.device}")
+        fail(op, name, f"on {device}, like the codebook", f"a tensor on {value.device}")
 
 
 def codec(op: str, codebook: Any, scale: Any, offset: Any) -> tuple[int, int, int]:
@@ -99,14 +99,14 @@ def gamma(op: str, value: Any) -> None:
 
 
 def gamma_value(op: str, value: float | Tensor) -> float:
-    """gamma as a number; here a tensor is looked at, which would synchronise a GPU."""
+    """gamma as a number; reads the value of a tensor, which synchronises a GPU."""
     number = float(value)
     gamma(op, number)
     return number
 
 
 def integer(op: str, name: str, value: Any, low: int, high: int | None = None) -> int:
-    """A Python int, or what acts as one, from `low` to `high`."""
+    """A Python int, or an object with `__index__`, from `low` to `high`."""
     expected = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
     try:
         number = None if isinstance(value, (bool, Tensor)) else operator.index(value)
@@ -124,7 +124,7 @@ def beam(op: str, value: Any) -> int:
 
 
 def seed(op: str, value: Any) -> int | None:
-    """What torch takes as a seed, or None."""
+    """A seed that torch accepts, or None."""
     return None if value is None else integer(op, "seed", value, 0, (1 << 64) - 1)
 
 
@@ -154,7 +154,7 @@ def level_weights(op: str, value: Any, M: int) -> tuple[float, ...] | None:
     if len(weights) != M or not all(math.isfinite(v) and v >= 0 for v in weights) or sum(weights) <= 0:
         fail(op, "level_weights", f"{M} finite numbers >= 0, not all of them 0", weights)
     if not SMALLEST <= max(weights) <= sum(weights) <= LARGEST:
-        fail(op, "level_weights", "numbers that float32 can hold and add up", weights)
+        fail(op, "level_weights", "numbers that float32 can represent and add", weights)
     return weights
 
 
@@ -166,7 +166,7 @@ def weights(op: str, value: Any) -> tuple[float, float, float]:
     if not all(math.isfinite(v) and v >= 0 for v in weights):
         fail(op, "weights", "finite numbers >= 0", weights)
     if sum(weights) > LARGEST:
-        fail(op, "weights", "numbers that float32 can hold and add up", weights)
+        fail(op, "weights", "numbers that float32 can represent and add", weights)
     return weights
 
 
@@ -179,10 +179,10 @@ def _numbers(value: Any) -> tuple[float, ...] | None:
 
 
 def codes(op: str, value: Any, K: int, M: int, device: torch.device, *, name: str = "codes") -> Tensor:
-    """Integers [N, 1..M] in 0..K-1 on `device`. Looks at the values unless the dtype already bounds them."""
+    """Integers [N, 1..M] in 0..K-1 on `device`. Reads the values unless the dtype already bounds them."""
     value = integers(op, name, value)
     if value.device != device:
-        fail(op, name, f"on {device}, as the codebook is", f"a tensor on {value.device}")
+        fail(op, name, f"on {device}, like the codebook", f"a tensor on {value.device}")
     if value.ndim != 2 or not 1 <= value.shape[1] <= M:
         fail(op, name, f"[N, levels] with 1 to {M} levels", shape_of(value))
     code_range(op, value, K, name=name)
@@ -190,7 +190,7 @@ def codes(op: str, value: Any, K: int, M: int, device: torch.device, *, name: st
 
 
 def integers(op: str, name: str, value: Any) -> Tensor:
-    """The tensor itself, or as int64 where torch can hold its dtype but hardly compute with it."""
+    """The tensor itself, or int64 for unsigned dtypes that torch supports in few operations."""
     tensor(op, name, value)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
         fail(op, name, "an integer tensor", value.dtype, error=TypeError)
@@ -212,16 +212,16 @@ def code_range(op: str, value: Tensor, K: int, *, name: str = "codes") -> None:
 
 
 class _Writable:
-    """A view of a read-only array that torch takes without a warning; nothing here writes to it."""
+    """A view of a read-only array that torch accepts without a warning; this library never writes to it."""
 
     def __init__(self, array: np.ndarray) -> None:
-        self.array = array  # keeps the memory
+        self.array = array  # keeps the memory alive
         interface = array.__array_interface__
         self.__array_interface__ = interface | {"data": (interface["data"][0], False)}
 
 
 def _from_numpy(op: str, name: str, value: np.ndarray) -> Tensor:
-    """The array as a tensor, without copying where torch has such tensors."""
+    """The array as a tensor; copies only if torch cannot share its byte order or strides."""
     if isinstance(value, np.ma.MaskedArray):
         fail(op, name, "an array without a mask", "a masked array", error=TypeError)
     if not value.dtype.isnative or any(stride < 0 for stride in value.strides):
@@ -233,7 +233,7 @@ def _from_numpy(op: str, name: str, value: np.ndarray) -> Tensor:
 
 
 def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
-    """A tensor, or a numpy array as one without copying; of floats, or of integers."""
+    """A float tensor, or an integer one with `integer=True`, from a tensor or, without copying, a numpy array."""
     if isinstance(value, np.ndarray):
         value = _from_numpy(op, name, value)
     if not isinstance(value, Tensor):
@@ -245,7 +245,7 @@ def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
 
 
 def id_array(op: str, name: str, value: Any) -> Tensor:
-    """Ids or flags [n] from a tensor, an array or anything that can be listed: integers or bools."""
+    """Ids (integers) or flags (bools) [n] from a tensor, an array or an iterable."""
     if not isinstance(value, (Tensor, np.ndarray)):
         try:
             listed = list(value)
@@ -265,21 +265,21 @@ def id_array(op: str, name: str, value: Any) -> Tensor:
 
 
 def in_kind(result: Tensor, like: Any) -> Any:
-    """The result as what the user came with: a tensor, or a numpy array (which has no bfloat16: float32 then)."""
+    """The result as a tensor or a numpy array, like `like`; bfloat16, which numpy lacks, becomes float32."""
     if not isinstance(like, np.ndarray):
         return result
     return (result.float() if result.dtype == torch.bfloat16 else result).cpu().numpy()
 
 
 def device(op: str, value: Any, default: torch.device) -> torch.device:
-    """A device that can hold a tensor here; None is the default."""
+    """A device on which a tensor can be created here; `default` for None."""
     if value is None:
         return default
     try:
         torch.empty(0, device=value)
         return torch.device(value)
     except (AssertionError, RuntimeError, TypeError) as error:
-        fail(op, "device", "a device that torch has here", f"{value!r} ({str(error).partition(chr(10))[0]})")
+        fail(op, "device", "an available device", f"{value!r} ({str(error).partition(chr(10))[0]})")
 
 
 def norms(op: str, value: Any, N: int, device: torch.device) -> None:
@@ -299,11 +299,11 @@ def mask(op: str, value: Any, N: int, device: torch.device) -> None:
     if value.shape != (N,):
         fail(op, "keep", f"[{N}], one per code", shape_of(value))
     if value.device != device:
-        fail(op, "keep", f"on {device}, as the codebook is", f"a tensor on {value.device}")
+        fail(op, "keep", f"on {device}, like the codebook", f"a tensor on {value.device}")
 
 
 def finite(op: str, name: str, value: Tensor, dtype: torch.dtype | None = None) -> None:
-    """No NaN and no infinity, after conversion to `dtype` if that is given. Reads all, some rows at a time."""
+    """No NaN and no infinity, after conversion to `dtype` if given. Reads all values, some rows at a time."""
     rows_read = 0
     for part in value.split(1 << 16) if value.ndim else (value,):
         good = torch.isfinite(part if dtype is None else part.to(dtype))
@@ -315,7 +315,7 @@ def finite(op: str, name: str, value: Tensor, dtype: torch.dtype | None = None) 
 
 
 def squarable(op: str, name: str, value: Tensor) -> None:
-    """Float32 values whose squares, summed over any number of rows, float32 can hold too."""
+    """Values whose squares, summed over any number of rows, neither overflow nor vanish in float32."""
     largest = max((float(part.abs().amax()) for part in value.split(1 << 16) if part.numel()), default=0.0)
     if not (largest == 0 or 1e-12 <= largest <= 1e12):
-        fail(op, name, "of a size whose squares float32 can hold", f"values up to {largest:.0e}; scale it first")
+        fail(op, name, "scaled to a largest magnitude from 1e-12 to 1e12", f"{largest:.0e}")

@@ -1,4 +1,4 @@
-"""Codes as bits: `levels * ceil(log2 K)` of them, level 0 first: the first bits of a code are the shorter code."""
+"""Packs codes into bits, `ceil(log2 K)` per level, level 0 first; a prefix of the bits is the shorter code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from . import checks
 
 Array = TypeVar("Array", Tensor, np.ndarray)
 
-_ROWS = 1 << 16  # vectors whose single bits are held in memory at a time
+_ROWS = 1 << 16  # codes that are expanded to single bits at a time
 
 
 def bits(codewords: int, levels: int = 1) -> int:
-    """Length in bits of a code of `levels` levels, each one of `codewords` choices.
+    """Length in bits of a code with `levels` levels of `codewords` codewords.
 
     >>> bits(256, levels=4)
     32
@@ -25,7 +25,7 @@ def bits(codewords: int, levels: int = 1) -> int:
 
 
 def packed_bytes(codewords: int, levels: int) -> int:
-    """Bytes that one packed code takes."""
+    """Size of one packed code in bytes."""
     return -(-_bits("packed_bytes", codewords, levels) // 8)
 
 
@@ -37,7 +37,8 @@ def _bits(op: str, codewords: int, levels: int = 1) -> int:
 def pack(codes: Array, codewords: int) -> Array:
     """codes [..., M] of any integer dtype, torch or numpy -> in kind uint8 [..., packed_bytes(codewords, M)].
 
-    The highest bit of level 0 is the highest bit of byte 0, and so on; the last byte is filled up with zeros.
+    Most significant bit first: the highest bit of level 0 is the highest bit of byte 0. The last byte is padded with
+    zeros.
 
     >>> pack(torch.tensor([[5, 2, 7]]), codewords=8)
     tensor([[171, 128]], dtype=torch.uint8)
@@ -60,9 +61,9 @@ def pack(codes: Array, codewords: int) -> Array:
 
 
 def unpack(packed: Array, codewords: int, levels: int) -> Array:
-    """uint8 [..., bytes] as `pack` made them -> codes [..., levels] in kind: uint8 for K <= 256, else int32.
+    """The inverse of `pack`: uint8 [..., bytes] -> codes [..., levels] in kind: uint8 for K <= 256, else int32.
 
-    `levels` may be fewer than were packed; bytes beyond them are not looked at.
+    `levels` may be fewer than were packed; the remaining bytes are ignored.
 
     >>> unpack(torch.tensor([[171, 128]], dtype=torch.uint8), codewords=8, levels=2)
     tensor([[5, 2]], dtype=torch.uint8)
@@ -81,7 +82,7 @@ def unpack(packed: Array, codewords: int, levels: int) -> Array:
 
 
 def cut(packed: Array, codewords: int, levels: int) -> Array:
-    """The packed codes [..., bytes] shortened to their first `levels` levels, as if packed at that length.
+    """Truncates packed codes [..., bytes] to their first `levels` levels, as if packed at that length.
 
     >>> cut(torch.tensor([[171, 128]], dtype=torch.uint8), codewords=8, levels=1)
     tensor([[160]], dtype=torch.uint8)

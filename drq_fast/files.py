@@ -1,4 +1,4 @@
-"""Files that are whole or not there: safetensors with a version and checksums of everything, replaced atomically."""
+"""Files written atomically: safetensors with a format version and checksums, text, and `.npy` arrays."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from torch import Tensor
 from . import backends, checks
 from .backends.native import extension
 
-# The version of the format that is written, by kind of file; older ones are read. Version 1 had BLAKE2b checksums of
-# all bytes, version 2 has those of `checksum`.
+# Format version by kind of file; older versions can be read. Version 1 had BLAKE2b checksums of all bytes, version 2
+# has those of `checksum`.
 VERSIONS = {"codec": 2, "index": 2, "quantizer": 2, "training": 2}
 
-# (kind, version) -> a function that turns the tensors and the config of that version into those of the next, in place;
-# versions without an entry have the same contents as the next.
+# (kind, version) -> a function that converts tensors and config of that version to the next, in place. A version
+# without an entry has the same contents as the next.
 MIGRATIONS: dict[tuple[str, int], Callable[[dict[str, Tensor], dict[str, Any]], None]] = {}
 
-_KEYS = 2048  # 32-bit words that are added up to one sum
+_KEYS = 2048  # 32-bit words per sum
 
 
 class FileError(ValueError):
-    """A file that cannot be read as what it was asked to be: foreign, newer, truncated or corrupted."""
+    """A file that is not of the requested kind, is of a newer version, truncated or corrupted."""
 
 
 def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Writes `tensors` and the JSON-able `config` to `path`; an old file there is kept until the new one is whole."""
+    """Writes `tensors` and the JSON-serialisable `config` to `path`, atomically."""
     target = _target("save", path)
     if target.is_dir():
         raise IsADirectoryError(f"save: {target} cannot be written: it is a folder.")
@@ -57,7 +57,7 @@ def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], c
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a text file that is whole or not there; an old one is kept until then."""
+    """Writes a text file, atomically: an existing file is kept until the new one is complete."""
     write_bytes(path, text.encode())
 
 
@@ -74,20 +74,20 @@ def write_bytes(path: str | os.PathLike[str], content: bytes | memoryview) -> No
 
 
 def read_array(op: str, path: str | os.PathLike[str], *, mmap: bool = False) -> np.ndarray:
-    """The array of an `.npy` file, or an error in one sentence; with `mmap` it stays on disk."""
+    """The array of an `.npy` file; with `mmap` it stays on disk."""
     try:
         array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
     except OSError as error:
         raise _same_kind(error, f"{op}: {path} cannot be read: {error.strerror or error}.") from error
-    except Exception as error:  # numpy has as many kinds as there are ways to damage a file
-        raise FileError(f"{op}: {path} is not a whole .npy file of numbers.") from error
+    except Exception as error:  # numpy raises many kinds of errors for damaged files
+        raise FileError(f"{op}: {path} is not a complete .npy file of numbers.") from error
     if not isinstance(array, np.ndarray):
         raise FileError(f"{op}: {path} is an archive of arrays, not a .npy file.")
     return array
 
 
 def fingerprint(path: str | os.PathLike[str], kind: str) -> str:
-    """What tells the contents of a file of this kind from others, read from its header alone."""
+    """The checksum of a file's header, which identifies its contents; reads the header alone."""
     with _opened(_target("load", path), kind) as (_, header):
         return header["header"]
 
@@ -95,7 +95,7 @@ def fingerprint(path: str | os.PathLike[str], kind: str) -> str:
 def read(
     path: str | os.PathLike[str], kind: str, *, mmap: bool = False, unchecked: Iterable[str] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
-    """(tensors, config, checksums) of a file of this kind, or FileError in one sentence.
+    """(tensors, config, checksums) of a file of this kind; raises FileError if it cannot be read.
 
     Every tensor is verified against its checksum except those named in `unchecked`. With `mmap` tensors stay on disk
     until they are used.
@@ -122,7 +122,7 @@ def read(
 
 @contextmanager
 def describing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
-    """Within it, what is wrong with the contents of a file becomes a FileError."""
+    """A context in which errors about the contents of a file become a FileError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -130,24 +130,24 @@ def describing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
 
 
 def verify(op: str, path: Path, name: str, tensor: Tensor, expected: str) -> None:
-    """FileError unless the tensor's bytes have the checksum that was stored with them."""
+    """Raises FileError unless the tensor's bytes match the stored checksum."""
     of = checksum if str(expected).startswith("sums:") else _checksum_of_version_1
     if of(tensor) != expected:
         raise FileError(f"{op}: {path} is corrupted (checksum of {name!r} does not match).")
 
 
 def remove_remains(folder: Path) -> None:
-    """Removes what a killed process has left of its temporary folders; nobody may be writing meanwhile."""
+    """Removes temporary folders that killed processes left behind; no process may be writing at the same time."""
     for path in folder.glob(".*.tmp"):
         if re.fullmatch(r"\.[0-9a-f]{16}\.tmp", path.name):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def checksum(tensor: Tensor) -> str:
-    """A checksum of the bytes, dtype and shape of a CPU tensor; it finds damage, not forgery.
+    """A checksum of the bytes, dtype and shape of a CPU tensor; it detects damage, not forgery.
 
-    The bytes are added up in blocks, each 32-bit word times an odd 64-bit key of its own; BLAKE2b is taken of the sums.
-    BLAKE2b of all bytes, at a gigabyte a second, would be most of the time that loading takes.
+    Each block of 32-bit words is reduced to a sum, every word times its own odd 64-bit key. The checksum is BLAKE2b of
+    these sums. BLAKE2b of all bytes, at a gigabyte per second, would take most of the loading time.
     """
     column = backends.plain_torch if extension.native is None else backends.native
     sums = column.block_sums(_bytes(tensor), _keys()).numpy().astype("<i8", copy=False)
@@ -171,35 +171,35 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 @functools.cache
 def _keys() -> Tensor:
-    """Odd 64-bit numbers [_KEYS] that every version of this package has: BLAKE2b of their position."""
+    """Odd 64-bit keys [_KEYS], the same in every version of this package: BLAKE2b of their position."""
     digests = (hashlib.blake2b(str(i).encode(), digest_size=8).digest() for i in range(_KEYS))
     return torch.from_numpy(np.frombuffer(b"".join(digests), dtype="<i8").astype(np.int64) | 1)
 
 
 def header_checksum(header: dict[str, str]) -> str:
-    """BLAKE2b of all entries of a header but "header", which holds it."""
+    """BLAKE2b of all entries of a header except "header", which stores it."""
     entries = sorted((name, value) for name, value in header.items() if name != "header")
     return hashlib.blake2b(json.dumps(entries).encode(), digest_size=16).hexdigest()
 
 
 @contextmanager
 def _opened(target: Path, kind: str) -> Iterator[tuple[Any, dict[str, str]]]:
-    """The file and its checked header; errors in one sentence."""
+    """The open file and its verified header."""
     try:
-        target.open("rb").close()  # here an error has the class that Python gives it
+        target.open("rb").close()  # raises FileNotFoundError, PermissionError, ... where safetensors would not
         with safe_open(target, framework="pt") as file:
             header = file.metadata() or {}
             _check_header(target, kind, header)
             yield file, header
     except SafetensorError as error:
-        raise FileError(f"load: {target} is not a whole safetensors file ({error}).") from error
+        raise FileError(f"load: {target} is not a complete safetensors file ({error}).") from error
     except OSError as error:
         raise _same_kind(error, f"load: {target} cannot be read: {error.strerror or error}.") from error
 
 
 def _replace(target: Path, write: Callable[[Path], Any]) -> None:
-    """Writes into a temporary folder, syncs, and renames; nothing is left behind by an error."""
-    folder = target.with_name(f".{secrets.token_hex(8)}.tmp")  # safetensors has temporary files of its own
+    """Writes into a temporary folder, syncs, and renames; an error leaves nothing behind."""
+    folder = target.with_name(f".{secrets.token_hex(8)}.tmp")  # safetensors writes temporary files, too
     try:
         try:
             folder.mkdir()
@@ -207,7 +207,7 @@ def _replace(target: Path, write: Callable[[Path], Any]) -> None:
             temporary.touch()
             mode = temporary.stat().st_mode
             write(temporary)
-            temporary.chmod(mode)  # safetensors leaves a file that nobody else may read
+            temporary.chmod(mode)  # safetensors makes the file unreadable for others
             _sync(temporary)
             os.replace(temporary, target)
             _sync(target.parent)
@@ -246,12 +246,12 @@ def _target(op: str, path: str | os.PathLike[str]) -> Path:
     try:
         str(target).encode()
     except UnicodeEncodeError:
-        checks.fail(op, "path", "valid UTF-8, as safetensors wants it", ascii(str(target)))
+        checks.fail(op, "path", "valid UTF-8, as safetensors requires", ascii(str(target)))
     return target
 
 
 def _same_kind(error: OSError, message: str) -> OSError:
-    """An error of the same class, so that `except FileNotFoundError` works, with one sentence as its text."""
+    """An error of the same class, so that `except FileNotFoundError` works, with this message."""
     return type(error)(message)
 
 

@@ -1,4 +1,4 @@
-"""A codec without labels: k-means++ start, then rounds of encoding and closed-form refitting (docs/math.md)."""
+"""Fits a codec without labels: k-means++, then rounds of encoding and closed-form refits (docs/math.md, section 4)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from .backends.torch import FLOOR
 from .backends.types import Parameters
 from .constants import ROUNDS as ROUNDS
 
-_TILE = 1 << 20  # floats of a [rows, K] or [rows, D] block that stays in cache
+_TILE = 1 << 20  # floats of a [rows, K] or [rows, D] tile that stays in cache
 _SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
 _SEEDED = 4096  # codewords up to which k-means++ chooses them one by one
-NOISE = 0.2  # standard deviation of what is added to a codeword in the first round, in those of x
+NOISE = 0.2  # standard deviation of the noise after the first round, relative to that of x
 _STRIDE = 1.7  # over-relaxation: step 1.7 times the refit, because the next codes adapt
-_EARLY = 0.6  # share of the rounds in which every second vector suffices
-_COUNTED = 512  # codewords up to which pairs of them are counted once for all purposes
+_EARLY = 0.6  # share of the rounds that use half of the vectors, where there are many
+_COUNTED = 512  # codewords up to which the counts of pairs [K, K] are kept
 
 
 class Fitted(NamedTuple):
-    """codebook [K, D], scale [M], offset [D] or None; errors [M]: squared error of the data it was fitted to after each
-    level, relative to that of the offset (or zero) alone."""
+    """codebook [K, D], scale [M], offset [D] or None.
+
+    errors [M]: squared error of the fitted data after each level, relative to that of the offset (or zero) alone.
+    """
 
     codebook: Tensor
     scale: Tensor
@@ -37,7 +39,7 @@ class Fitted(NamedTuple):
 
 
 class _Statistics(NamedTuple):
-    """What codes [N, M] say about x: all that refitting needs, summed over the vectors."""
+    """The sums over all vectors x, given codes [N, M], that the refit needs."""
 
     energy: Tensor  # sum of ||x||^2
     inner: Tensor  # [M, M]  of <C[b_i], C[b_j]>
@@ -69,19 +71,19 @@ def fit(
     noise: float = NOISE,
     seed: int | None = None,
 ) -> Fitted:
-    """The codec with the smallest sum_m omega[m] ||x - xhat_m||^2 found for x [N, D] float32; any N >= 1.
+    """Minimises sum_m omega[m] ||x - xhat_m||^2 for x [N, D] float32, N >= 1; returns the best codec of all rounds.
 
-    omega [M]: all alike if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, at last
-    by a widening beam), solves for scale and codebook, and adds noise that fades away. Where there are many
-    vectors, the first rounds take every second one in turn. Deterministic given `seed`; without one the seed is drawn
-    from torch's global generator. Interrupted, it returns the best so far.
+    omega [M]: equal weights if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily; with a
+    beam in the last tenth), solves for scale and codebook, and adds noise that decreases to 0. Where N is large, the
+    first rounds use the even and the odd rows in turn. Deterministic given `seed`; without one a seed is drawn from
+    torch's global generator. On Ctrl-C it returns the best codec so far.
     """
     generator = seeded(seed)
     mean = x.mean(dim=0) if offset else None
     x = x if mean is None else x - mean
     weights = _counted(x.new_ones(levels) if omega is None else omega.to(x))
     spread = noise * x.var(dim=0, correction=0).sqrt()
-    if not codewords < len(x) or codewords > _SOLVABLE:  # nothing to escape from, or nothing that would take it back
+    if not codewords < len(x) or codewords > _SOLVABLE:  # an exact fit exists, or no refit follows
         spread = torch.zeros_like(spread)
     level_weights = tuple(weights.tolist())
     codebook, scale = plus_plus(x, codewords, generator), x.new_tensor([0.7**m for m in range(levels)])
@@ -123,14 +125,14 @@ def _width(step: int, rounds: int, beam: int) -> int:
 
 
 def seeded(seed: int | None) -> torch.Generator:
-    """A generator with this seed, or with one drawn from torch's global generator."""
+    """A generator with this seed, or with a seed drawn from torch's global generator."""
     return torch.Generator("cpu").manual_seed(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
 
 
 def sample(x: Any, rows: int, D: int, generator: torch.Generator) -> Tensor:
-    """Up to `rows` vectors [n, D] float32, drawn from a tensor, an array (a memory map, too) or an iterable of batches.
+    """Draws up to `rows` vectors [n, D] float32 from a tensor, an array or memory map, or an iterable of batches.
 
-    An iterable is read once, and no more than twice the sample and a batch are held. The order of the data is kept.
+    An iterable is read once; at most twice the sample plus one batch is held in memory. The order of the data is kept.
     """
     if isinstance(x, Iterable) and not isinstance(x, Tensor) and not hasattr(x, "dtype"):
         return _reservoir(x, rows, D, generator)
@@ -141,7 +143,7 @@ def sample(x: Any, rows: int, D: int, generator: torch.Generator) -> Tensor:
 
 
 def _reservoir(batches: Iterable[Any], rows: int, D: int, generator: torch.Generator) -> Tensor:
-    """Every vector draws a number; the vectors with the highest numbers stay."""
+    """Reservoir sampling: every vector draws a random number, and those with the largest numbers are kept."""
     kept = [torch.empty(0, D, dtype=torch.float32, device="cpu")]
     draws = [torch.empty(0, dtype=torch.float64, device="cpu")]
     held = 0
@@ -153,7 +155,7 @@ def _reservoir(batches: Iterable[Any], rows: int, D: int, generator: torch.Gener
 
     for batch in tqdm(batches, desc="read", unit="batch", delay=2, disable=None, leave=False):
         values = checks.rows("fit", "x", checks.array("fit", "every batch of x", batch), D)
-        kept.append(values.to("cpu", torch.float32, copy=True))  # whoever yields it may fill it again
+        kept.append(values.to("cpu", torch.float32, copy=True))  # a copy, because the iterable may reuse its buffer
         draws.append(torch.rand(len(values), dtype=torch.float64, device="cpu", generator=generator))
         held += len(values)
         if held > 2 * rows:
@@ -164,7 +166,7 @@ def _reservoir(batches: Iterable[Any], rows: int, D: int, generator: torch.Gener
 
 
 def tiles(N: int, width: int) -> Iterator[slice]:
-    """0..N in slices of so many rows that [rows, width] floats stay in cache."""
+    """Slices of 0..N, each small enough that [rows, width] floats stay in cache."""
     rows = max(64, _TILE // max(width, 1))
     for first in range(0, N, rows):
         yield slice(first, min(first + rows, N))
@@ -173,9 +175,9 @@ def tiles(N: int, width: int) -> Iterator[slice]:
 def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
     """k-means++: K rows of x [N, D], drawn with probability proportional to the squared distance to those before.
 
-    Of a few such draws, the one that leaves the smallest sum of distances is taken. Draws from a part of x where K is
-    large, and plainly where it is larger still. Where fewer than K vectors differ, the rest is zeros: with these, later
-    levels leave alone what level 0 has met.
+    Each step makes a few draws and keeps the one that leaves the smallest sum of distances. Draws come from a random
+    subset of x; above _SEEDED codewords they are uniform. If x has fewer than K distinct vectors, the other codewords
+    are zero, so that later levels can keep a vector that level 0 reproduces exactly.
     """
     zeros = x.new_zeros(codewords, x.shape[1])
     if len(x) < codewords:
@@ -201,7 +203,7 @@ def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
 
 
 def revive(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, generator: torch.Generator) -> Tensor:
-    """The codebook with every codeword that no code uses replaced by a row of x [N, D] that is badly approximated."""
+    """Replaces every codeword that no code uses by a badly approximated row of x [N, D]; returns the new codebook."""
     used = torch.zeros(len(codebook), dtype=torch.bool, device=codebook.device)
     used[codes.long().flatten()] = True
     dead = (~used).nonzero().squeeze(1)
@@ -211,7 +213,7 @@ def revive(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, generator:
     error = torch.cat(
         [(x[r] - functional.decode_checked(codes[r], codec)).square().sum(dim=1) for r in tiles(len(x), x.shape[1])]
     )
-    # Each row draws log(u) / error: the highest come in the order of draws without replacement, probability ~ error.
+    # The largest values of log(u) / error are a sample without replacement with probability proportional to the error.
     draws = torch.rand(len(x), dtype=torch.float64, device="cpu", generator=generator).log() / error.double().cpu()
     rows = draws.argsort(descending=True, stable=True)[torch.arange(len(dead), device="cpu") % len(x)]
     codebook = codebook.clone()
@@ -260,17 +262,17 @@ def _count_pairs(b_i: Tensor, b_j: Tensor, K: int) -> Tensor:
 
 
 def _sums(x: Tensor, column: Tensor, K: int) -> Tensor:
-    """[K, D]: the rows of x [N, D] added up by codeword, column [N]; in a fixed order."""
+    """[K, D]: sums of the rows of x [N, D] by codeword, column [N]; in a fixed order."""
     if x.device.type == "cpu":
         ends = torch.bincount(column, minlength=K).cumsum(0)
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
         return torch.nn.functional.embedding_bag(column.argsort(stable=True), x, starts, mode="sum")
     sums = x.new_zeros(K, x.shape[1])
-    return sums.index_put_((column,), x, accumulate=True)  # sorts first; on a GPU index_add_ would race
+    return sums.index_put_((column,), x, accumulate=True)  # sorts first; index_add_ would not be deterministic on a GPU
 
 
 def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tensor, omega: Tensor) -> Tensor:
-    """The codebook [K, D] that minimises sum_m omega[m] ||x - xhat_m||^2 for given codes [N, M]; unused rows stay.
+    """The codebook [K, D] that minimises sum_m omega[m] ||x - xhat_m||^2 for given codes [N, M]; keeps unused rows.
 
     Normal equations H C = R with H = sum_m omega_m A_m^T A_m, A_m[n] = sum_{i<=m} scale_i onehot(b_i): a pair of levels
     (i, j) appears in every prefix from max(i, j) on, so counting pairs of codewords gives H.
@@ -295,10 +297,10 @@ def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tens
 
 
 def _best_scale(statistics: _Statistics, omega: Tensor, scale: Tensor, free: bool) -> Tensor:
-    """The best scale [M] for given codes: w**m with w on a grid, or free but for scale[0] = 1.
+    """The best scale [M] for given codes: w**m with w on a grid, or free factors with scale[0] = 1.
 
-    It stays as it was where the first level leaves nothing to fit it to, as with fewer vectors than codewords. Computed
-    in float64, so that levels that hardly count are fitted all the same.
+    The scale is kept if level 0 leaves almost no error to fit it to, as with fewer vectors than codewords. Computed in
+    float64, so that levels with tiny weights are fitted as well.
     """
     M = len(omega)
     if M == 1 or statistics.errors(scale)[0] <= 1e-4 * statistics.energy:
@@ -316,7 +318,7 @@ def _best_scale(statistics: _Statistics, omega: Tensor, scale: Tensor, free: boo
 
 
 def _counted(omega: Tensor) -> Tensor:
-    """omega [M] with a last level that counts, if only by FLOOR of the sum: without it, levels at the end would tie."""
+    """omega [M] with the last weight at least FLOOR of the sum; otherwise trailing levels of weight 0 would tie."""
     last = torch.maximum(omega[-1:], FLOOR * omega.sum())
     return torch.cat([omega[:-1], last])
 
@@ -337,7 +339,7 @@ def _remaining(omega: Tensor) -> Tensor:
 
 
 def _draw(weights: Tensor, draws: int, generator: torch.Generator) -> Tensor:
-    """[draws] indices, each with probability proportional to its weight, of which one at least is above 0."""
+    """[draws] indices with probability proportional to their weights, of which at least one is above 0."""
     cumulative = weights.double().cumsum(0).cpu()
     targets = torch.rand(draws, dtype=torch.float64, device="cpu", generator=generator) * cumulative[-1]
     return torch.searchsorted(cumulative, targets, right=True).clamp_max(len(weights) - 1)

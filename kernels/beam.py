@@ -1,4 +1,4 @@
-"""Encode with a beam of any width, in score space: errors of all extended paths, then the best, level by level."""
+"""Beam search in score space: at each level, the errors of all extended paths, then a selection of the best."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def beam_errors_kernel(
 ):
     """Math:     d_m^2[k] = r + s^2 G[k, k] - 2 s t[k], t = S - sum_{i<m} s_i G[b_i, :], docs/math.md section 4
     Tiling:   one program owns ROWS paths, of one vector or several, and TILE codewords after them
-    Memory:   reads a piece of S and of m rows of G (from L2), writes errors [N, paths, P]
-    Numerics: float32, no FMA; where r < n / 256, t and r come anew from x - xhat
+    Memory:   reads a tile of S and of m rows of G (from L2), writes errors [N, paths, P]
+    Numerics: float32, no FMA; where r < n / 256, t and r are recomputed from x - xhat
     """
     path = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     n = path // paths
@@ -95,10 +95,10 @@ def beam_select_kernel(
     TILE: tl.constexpr,
 ):
     """Math:     the `width` smallest of cost + d_m^2 * still_to_come[m], docs/math.md section 4
-    Tiling:   one program owns ROWS vectors and walks over their paths * P candidates, TILE at a time
-    Memory:   reads errors 3 times if they are one tile, else 35 times (from L2); writes the paths that are left
-    Numerics: the width-th smallest key is found bit by bit; ties go to the smaller code, as the order of the candidates
-              is that of their codes and stays so
+    Tiling:   one program owns ROWS vectors and loops over their paths * P candidates, TILE at a time
+    Memory:   reads errors 3 times if they fit into one tile, else 35 times (from L2); writes the selected paths
+    Numerics: the width-th smallest key is found bit by bit; candidates stay sorted by code, so ties go to the smaller
+              code
     """
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     c = tl.arange(0, TILE)  # [TILE]
@@ -117,7 +117,7 @@ def beam_select_kernel(
     for start in range(0, paths * P, TILE):
         _, rank = _rank(errors, costs, tail, n, start + c, N, paths, K, P)
         below += tl.sum((rank < threshold[:, None]).to(tl.int32), axis=1)
-    ties = width - below  # of the candidates at the threshold, the first so many
+    ties = width - below  # so many candidates at the threshold are kept, the first ones
     to = n * width
     for start in range(0, paths * P, TILE):
         place = start + c
@@ -148,7 +148,7 @@ def encode_beam(
     still_to_come: Tensor,
     precision: str = "tf32x3",
 ) -> Tensor:
-    """Codes [N, M] of x [N, D] as `reference.encode` finds them; omega [M] and still_to_come [M] weigh the levels."""
+    """Codes [N, M] of x [N, D], see `backends.torch.encode`; omega [M] and still_to_come [M] weight the levels."""
     K, M = len(codebook), len(scale)
     codes = torch.empty(len(x), M, dtype=torch.uint8 if K <= 256 else torch.int32, device=x.device)
     codec = Scored(codebook, scale, triton.cdiv(K, TILE) * TILE)
@@ -158,13 +158,13 @@ def encode_beam(
 
 
 def errors_settings(precision: str) -> dict[str, Any]:
-    """How beam_errors_kernel is compiled."""
+    """Compile-time settings of beam_errors_kernel."""
     tiling = {"PRECISION": precision, "ROWS": 16, "TILE": TILE, "COLUMNS": 16}
     return tiling | {"num_warps": 4, "maxnreg": 255, "enable_fp_fusion": False}
 
 
 def select_settings(candidates: int) -> dict[str, Any]:
-    """How beam_select_kernel is compiled for so many candidates of a vector; up to 4096 are held in registers."""
+    """Compile-time settings of beam_select_kernel by candidates per vector, of which up to 4096 fit in registers."""
     tile = min(4096, triton.next_power_of_2(candidates))
     tiling = {"ROWS": max(1, 2048 // tile), "TILE": tile}
     return tiling | {"num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False}

@@ -1,4 +1,4 @@
-"""Decode: the sum of scaled codewords, in one pass that writes every output once."""
+"""Decode: sums scaled codewords in one pass."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def decode_kernel(
 ):
     """Math:     out[n] = sum_m scale[m] * codebook[codes[n, m]] + offset, docs/math.md section 2
     Tiling:   one program owns ROWS vectors and COLUMNS of their D dimensions; all M levels stay in registers
-    Memory:   reads ROWS * M codes and as many codeword pieces (from L2), writes its tile once
-    Numerics: float32, levels in order, products rounded before they are added (no FMA), so bits equal the reference's
+    Memory:   reads ROWS * M codes and as many codeword tiles (from L2), writes its tile once
+    Numerics: float32, levels in order, products rounded before they are added (no FMA): the bits of backends.torch
     """
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]

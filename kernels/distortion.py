@@ -1,4 +1,4 @@
-"""The training pass: errors of all levels from the scores in one kernel, and their gradients in another."""
+"""The training pass up to 256 codewords: one kernel for the errors of all levels, another for their gradients."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from .levels import (
 )
 from .totals import Gradients, Totals
 
-NOISE = 2.0**-36  # a squared distance below this share of ||x||^2 is rounding: the gradient is 0 there
-_ROWS = 16  # vectors of a program
+NOISE = 2.0**-36  # relative to ||x||^2; a smaller squared distance is rounding error, and its gradient is 0
+_ROWS = 16  # vectors per program
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _times_gram(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """<delta[row] G, delta[row]> [ROWS]; STORE: delta[row] G itself [ROWS, KP] goes to out[n]."""
+    """Returns <delta[row] G, delta[row]> [ROWS]; STORE: writes delta[row] G [ROWS, KP] to out[n]."""
     inner = tl.zeros((n.shape[0],), dtype=tl.float32)
     for first in range(0, KP, TILE):
         k = first + tl.arange(0, TILE)  # [TILE]
@@ -79,7 +79,7 @@ def _rebase(
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Scores and squared norm [ROWS] of the residual after so many levels; the scores [ROWS, KP] go to out[n]."""
+    """Recomputes the residual after some levels: writes its scores [ROWS, KP] to out[n] and returns r [ROWS]."""
     r = tl.zeros((n.shape[0],), dtype=tl.float32)
     for first in range(0, KP, TILE):
         k = first + tl.arange(0, TILE)
@@ -128,19 +128,20 @@ def distortion_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Math:     b_m, p_m, r_{m+1}, J_m = Delta_m G Delta_m^T and (E_s^m)^2 = r_{m+1} - 2 <Delta_m, t_{m+1}> + J_m,
-              docs/math.md section 3. AGAIN: codes are given, and Delta_m and t_M are all that is wanted. Without
-              ERRORS: codes, r_{m+1} and the last Delta
-    Tiling:   one program owns ROWS vectors, all their scores and all M levels; Delta G is a product inside it
-    Memory:   reads the scores once and G once a level (from L2); through delta [N, KP], and scratch where rows start
-              anew, numbers pass between threads; writes codes and three numbers a level.
-              AGAIN: reads codes, too, replaces scores by t_M, writes delta [N, M, KP]
-    Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r come anew from x - xhat
+              docs/math.md section 3. AGAIN: codes are given, and only Delta_m and t_M are computed. Without ERRORS:
+              only codes, r_{m+1} and the last Delta
+    Tiling:   one program owns ROWS vectors, all their scores and all M levels, and computes Delta G
+    Memory:   reads the scores once and G once per level (from L2); threads exchange numbers through delta [N, KP] and,
+              for recomputed rows, scratch; writes codes and three numbers per level.
+              AGAIN: also reads codes, replaces scores by t_M, writes delta [N, M, KP]
+    Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r are recomputed from
+              x - xhat
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     x, scores, norms, scratch = x + first * D, scores + first * KP, norms + first, scratch + first * KP
     codes, residuals, soft, joint = codes + first * M, residuals + first * M, soft + first * M, joint + first * M
-    stride = M if AGAIN else 1  # lines of delta a vector
-    step = 1 if AGAIN else 0  # and a level
+    stride = M if AGAIN else 1  # rows of delta per vector
+    step = 1 if AGAIN else 0  # and per level
     delta += first * stride * KP
     n = tl.arange(0, ROWS)  # [ROWS], from the first of this program
     k = tl.arange(0, KP)  # [KP]
@@ -156,7 +157,7 @@ def distortion_kernel(
         if AGAIN:
             b = tl.load(codes + n * M + m, mask=live, other=0).to(tl.int32)
             best = tl.sum(tl.where(k[None, :] == b[:, None], key, 0.0), axis=1)
-            smallest = tl.min(key, axis=1)  # below `best` where scores were rounded in another way
+            smallest = tl.min(key, axis=1)  # can differ from `best`: scores may be rounded differently
         else:
             best, b = first_smallest(key, k, K)
             smallest = best
@@ -166,7 +167,7 @@ def distortion_kernel(
         tl.store(delta + (n * stride + m * step)[:, None] * KP + k[None, :], total, mask=live[:, None])
         r += best
         t -= s * tl.load(gram + b[:, None] * KP + k[None, :])
-        tl.debug_barrier()  # codes and Delta are in memory for all threads of this program
+        tl.debug_barrier()  # codes and Delta are visible to all threads of this program
         small = r < norm * REBASE
         if tl.max(small.to(tl.int32), axis=0) > 0:
             fresh_r = _rebase(x, codebook, scale, codes, scratch, n, live, K, D, M, m + 1, KP, TILE, COLUMNS, PRECISION)
@@ -180,14 +181,14 @@ def distortion_kernel(
             squared = _times_gram(delta, gram, scratch, n, n, live, False, KP, TILE, COLUMNS, PRECISION)
             tl.store(joint + n * M + m, squared, mask=live)
             tl.store(soft + n * M + m, r - 2 * tl.sum(total * t, axis=1) + squared, mask=live)
-        tl.debug_barrier()  # what this level left in memory has been read
+        tl.debug_barrier()  # all threads have read what this level wrote
     if AGAIN:
         tl.store(scores + n[:, None] * KP + k[None, :], t, mask=live[:, None])
 
 
 @triton.jit
 def _residual_at(residuals, norm, n, live, M, m):
-    """r_m [ROWS], the squared residual that level m sees."""
+    """r_m [ROWS], the squared residual before level m."""
     before = tl.load(residuals + tl.maximum(n * M + m - 1, 0), mask=live, other=0.0)
     return tl.where(m > 0, before, norm)
 
@@ -236,10 +237,10 @@ def distortion_backward_kernel(
     """Math:     the recursion at the end of docs/math.md section 3; alpha, kappa and eta [N, M] are dL/d(E_s^m)^2, that
               plus dL/dJ_m, and dL/dr_{m+1}. Without ERRORS they are 0, and dscores holds dL/dDelta_{M-1} at first
     Tiling:   one program owns ROWS vectors, all their scores and all M levels, from the last to the first
-    Memory:   reads scores, t_M, deltas [N, M, KP], and G once a level (from L2); writes dscores, dnorms, and -s_m
+    Memory:   reads scores, t_M, deltas [N, M, KP], and G once per level (from L2); writes dscores, dnorms, and -s_m
               dL/dt_{m+1} [N, M, KP] for scatter_kernel
-    Numerics: float32; sums over the program's rows go to its own line of ddiagonal [programs, KP] and dscale
-              [programs, M], to be added in order: no atomics
+    Numerics: float32; sums over the program's rows go to its own row of ddiagonal [programs, KP] and dscale
+              [programs, M], which are added in order: no atomics
     """
     program = tl.program_id(0).to(tl.int64)
     first = program * ROWS
@@ -288,7 +289,7 @@ def distortion_backward_kernel(
             before = tl.load(codes + n * M + i, mask=live, other=0).to(tl.int32)
             t -= tl.load(scale + i) * tl.load(gram + before[:, None] * KP + k[None, :])
         small = (r < norm * REBASE) & (m > 0)
-        tl.debug_barrier()  # the product has been read
+        tl.debug_barrier()  # all threads have read the product
         if tl.max(small.to(tl.int32), axis=0) > 0:
             _rebase(x, codebook, scale, codes, dscores, n, live, K, D, M, m, KP, TILE, COLUMNS, PRECISION)
             tl.debug_barrier()
@@ -313,7 +314,7 @@ def distortion_backward_kernel(
 
 
 def codec_of(codebook: Tensor, scale: Tensor) -> Scored:
-    """The codec as both passes want it: on chip its codebook is padded to a power of 2, else to full tiles."""
+    """The codec for both passes, padded to a power of 2 up to MAX_ON_CHIP codewords and to full tiles above."""
     K = len(codebook)
     return Scored(codebook, scale, power_of_2(K) if K <= MAX_ON_CHIP else triton.cdiv(K, TILE) * TILE)
 
@@ -360,7 +361,7 @@ def distortion_backward(
 def run_levels(
     h: Tensor, codec: Scored, scores: Tensor, norms: Tensor, gamma: Tensor, precision: str, errors: bool = True
 ) -> tuple[Levels, Tensor]:
-    """The levels and the last Delta [N, P]; without `errors` those are not filled in."""
+    """The levels and the last Delta [N, P]; without `errors`, soft and joint errors are not computed."""
     N, M = len(h), len(codec.scale)
     numbers = (h.new_empty(N, M) for _ in range(3))
     levels = Levels(torch.empty(N, M, dtype=torch.int64, device=h.device), *numbers)
@@ -460,19 +461,19 @@ def _launch_levels(
 
 
 def settings(P: int, precision: str) -> dict[str, Any]:
-    """How both kernels are compiled for P codewords."""
+    """Compile-time settings of both kernels for P codewords."""
     tiling = {"ROWS": _ROWS, "KP": P, "TILE": min(64, P), "COLUMNS": 16}
     compiler = {"num_warps": 8 if P > 64 else 4, "num_stages": 2, "maxnreg": 255, "enable_fp_fusion": False}
     return {"PRECISION": precision, **tiling, **compiler}
 
 
 def parts(N: int, width: int) -> Iterator[slice]:
-    """Slices of 0..N of so many rows that `width` numbers for each fit into memory."""
+    """Slices of 0..N with at most MAX_SCORES numbers each, at `width` numbers per row."""
     step = max(_ROWS, MAX_SCORES // width)
     return (slice(first, min(first + step, N)) for first in range(0, max(N, 1), step))
 
 
 def _half_over_root(squared: Tensor, noise: Tensor) -> Tensor:
-    """The derivative of the square root; 0 where nothing but rounding is left."""
+    """The derivative of the square root; 0 where `squared` is only rounding error."""
     some = squared > noise
     return torch.where(some, 0.5 * torch.where(some, squared, 1).rsqrt(), 0)

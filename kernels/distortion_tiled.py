@@ -1,4 +1,4 @@
-"""The training pass above 256 codewords: a pass over the scores a level, in tiles, with matrix products in between."""
+"""The training pass above 256 codewords: per level a tiled pass over the scores, with torch's products in between."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .levels import REBASE, TILE, LevelGradients, Levels, Scored, first_smallest, full_float32, residual_scores
 
-_ROWS = 16  # vectors of a program
+_ROWS = 16  # vectors per program
 
 
 @triton.jit(do_not_specialize=["N", "m"])
@@ -45,9 +45,10 @@ def level_kernel(
 ):
     """Math:     one level: b_m, p_m, Delta_m, t_{m+1}, r_{m+1} and <Delta_m, t_{m+1}>, docs/math.md section 3. AGAIN:
               b_m is given
-    Tiling:   one program owns ROWS vectors and walks over their P scores, TILE at a time, twice
-    Memory:   reads t [N, P] twice and delta [N, P] once, writes t_{m+1} and Delta_m, which may be in the same place
-    Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r come anew from x - xhat
+    Tiling:   one program owns ROWS vectors and loops twice over their P scores, TILE at a time
+    Memory:   reads t [N, P] twice and delta [N, P] once, writes t_{m+1} and Delta_m, possibly in place
+    Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r are recomputed from
+              x - xhat
     """
     n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     live = n < N
@@ -77,7 +78,7 @@ def level_kernel(
         best = s * s * tl.load(diagonal + b) - 2 * s * chosen
     else:
         tl.store(codes + n * M + m, b.to(tl.int64), mask=live)
-        tl.debug_barrier()  # codes are in memory for all threads of this program
+        tl.debug_barrier()  # codes are visible to all threads of this program
     after = squared + best
     small = after < norm * REBASE
     rebase = tl.max(small.to(tl.int32), axis=0) > 0
@@ -137,11 +138,11 @@ def level_backward_kernel(
     TILE: tl.constexpr,
 ):
     """Math:     one level of the recursion at the end of docs/math.md section 3
-    Tiling:   one program owns ROWS vectors and walks over their P scores, TILE at a time, twice
+    Tiling:   one program owns ROWS vectors and loops twice over their P scores, TILE at a time
     Memory:   reads t_m, t_{m+1}, Delta_m and Delta_m G, updates a and dt, all [N, P], and rho [N]; writes -s_m
               dL/dt_{m+1} for scatter_kernel
-    Numerics: float32; sums over the program's rows go to its own line of ddiagonal [programs, P] and dscale
-              [programs, M], to be added in order: no atomics
+    Numerics: float32; sums over the program's rows go to its own row of ddiagonal [programs, P] and dscale
+              [programs, M], which are added in order: no atomics
     """
     program = tl.program_id(0).to(tl.int64)
     n = program * ROWS + tl.arange(0, ROWS)  # [ROWS]
@@ -175,13 +176,13 @@ def level_backward_kernel(
         now = tl.load(t + here, mask=live[:, None], other=0.0)
         key = tl.where(k < K, s * s * tl.load(diagonal + k), float("inf"))[None, :] - 2 * s * now
         distance = tl.sqrt(tl.maximum(squared[:, None] + key, 0.0))
-        beyond = tl.maximum(distance - nearest[:, None], 0.0)  # below where scores were rounded in another way
+        beyond = tl.maximum(distance - nearest[:, None], 0.0)  # scores may be rounded differently than before
         weight = tl.where((k < K)[None, :], tl.exp(-sharpness * beyond), 0.0)
         total += tl.sum(weight, axis=1)
         mean += tl.sum(weight * of_delta, axis=1)
     mean /= total
     ds += mean
-    tl.debug_barrier()  # a and dt are in memory for all threads of this program
+    tl.debug_barrier()  # a and dt are visible to all threads of this program
     near = tl.sqrt(tl.load(norms + n, mask=live, other=0.0) * NOISE)
     of_before = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(0, P, TILE):
@@ -250,7 +251,7 @@ def gradients_tiled(
         after = (t[m + 1], deltas[m + 1], r[m + 1], inner)
         _run_level(h, codec, t[m], deltas[m], norms, r[m], gamma, codes, *after, m, precision, again=True)
     with full_float32():
-        products = deltas[1:] @ codec.gram if ddelta is None else deltas[1:]  # kappa is 0 where Delta has a gradient
+        products = deltas[1:] @ codec.gram if ddelta is None else deltas[1:]  # with ddelta kappa is 0
     programs = triton.cdiv(N, _ROWS)
     a = torch.zeros_like(scores) if ddelta is None else ddelta.clone()
     dt, rho = torch.zeros_like(scores), torch.zeros_like(norms)
@@ -340,5 +341,5 @@ def _run_level(
 
 
 def settings() -> dict[str, Any]:
-    """How both kernels are compiled."""
+    """Compile-time settings of both kernels."""
     return {"ROWS": _ROWS, "TILE": TILE, "num_warps": 8, "num_stages": 2, "maxnreg": 255, "enable_fp_fusion": False}

@@ -1,4 +1,4 @@
-"""Encode, greedily: scores, argmin and residual of all levels in one kernel; scores in memory above 256 codewords."""
+"""Greedy encode: all levels in one kernel, with the scores in registers up to 256 codewords and in memory above."""
 
 from __future__ import annotations
 
@@ -45,9 +45,10 @@ def encode_kernel(
 ):
     """Math:     b_m = argmin_k s_m^2 G[k, k] - 2 s_m t_m[k], t_{m+1} = t_m - s_m G[b_m, :], docs/math.md section 3
     Tiling:   one program owns ROWS vectors, all their scores and all M levels
-    Memory:   reads x once, the codebook and a row of G a level from L2; writes codes. Rows whose residual has become
-              small, and only they, are read again
-    Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r come anew from x - xhat
+    Memory:   reads x once, the codebook and one row of G per level (from L2); writes codes. Programs with a small
+              residual read x again
+    Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r are recomputed from
+              x - xhat
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     x, codes = x + first * D, codes + first * M
@@ -68,7 +69,7 @@ def encode_kernel(
             t -= s * tl.load(gram + b[:, None] * KP + k[None, :])
             small = r < norm * REBASE
             if tl.max(small.to(tl.int32), axis=0) > 0:
-                tl.debug_barrier()  # the codes are in memory for all threads of this program
+                tl.debug_barrier()  # the codes are visible to all threads of this program
                 fresh, fresh_r = residual_scores(
                     x,
                     offset,
@@ -113,9 +114,9 @@ def encode_tiled_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Math:     as encode_kernel, from scores S = x C^T [N, P] and norms ||x||^2 [N] of centred x
-    Tiling:   one program owns ROWS vectors and walks over their P scores, TILE at a time, once a level
-    Memory:   reads and writes its scores, in place, and reads a row of G a level
-    Numerics: as encode_kernel; an earlier tile wins a tie
+    Tiling:   one program owns ROWS vectors and loops over their P scores once per level, TILE at a time
+    Memory:   updates its scores in place and reads one row of G per level
+    Numerics: as encode_kernel; ties go to the earlier tile
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     x, codes, scores, norms = x + first * D, codes + first * M, scores + first * P, norms + first
@@ -150,7 +151,7 @@ def encode_tiled_kernel(
             best = tl.where(tile_best < best, tile_best, best)
         b, s_before, r = chosen, s, r + best
         tl.store(codes + n * M + m, b, mask=live)
-        tl.debug_barrier()  # scores and codes are in memory for all threads of this program
+        tl.debug_barrier()  # scores and codes are visible to all threads of this program
 
 
 def encode(
@@ -186,14 +187,14 @@ def encode(
 
 
 def on_chip_settings(KP: int, precision: str, narrow: bool) -> dict[str, Any]:
-    """How encode_kernel is compiled for KP codewords: as many rows as fit without spilling registers."""
+    """Compile-time settings of encode_kernel for KP codewords: as many rows as fit without register spills."""
     rows = min(64, (4096 if precision == "ieee" else 8192) // KP)
     tiling = {"NARROW": narrow, "PRECISION": precision, "ROWS": rows, "KP": KP, "COLUMNS": 16}
     return tiling | {"num_warps": 8 if KP > 64 else 4, "maxnreg": 255, "enable_fp_fusion": False}
 
 
 def tiled_settings(precision: str) -> dict[str, Any]:
-    """How encode_tiled_kernel is compiled."""
+    """Compile-time settings of encode_tiled_kernel."""
     tiling = {"PRECISION": precision, "ROWS": 16, "TILE": TILE, "COLUMNS": 16}
     return tiling | {"num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False}
 

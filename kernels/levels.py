@@ -1,4 +1,4 @@
-"""What all level kernels share: scores of the residual, the argmin, and products that no global switch changes."""
+"""Shared by the kernels of all operations: scores of the residual, argmin, and matrix products in full float32."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch import Tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_ON_CHIP = 256  # codewords up to which a row of scores stays in registers
-MAX_SCORES = 1 << 24  # numbers that are held in memory at a time
-TILE = 128  # codewords that a kernel looks at together where they do not fit on chip
-REBASE = tl.constexpr(1 / 256)  # below this share of ||x||^2, score space has lost too many bits of ||h||^2
+MAX_SCORES = 1 << 24  # numbers in a buffer
+TILE = 128  # codewords that a kernel processes at a time above MAX_ON_CHIP
+REBASE = tl.constexpr(1 / 256)  # below this fraction of ||x||^2, ||h||^2 has lost too many bits to cancellation
 
 
 @triton.jit
@@ -41,8 +41,8 @@ def residual_scores(
 ):
     """Math:     t = h C^T and r = ||h||^2 of h = x - offset - sum_{i<levels} s_i C[b_i], docs/math.md section 3
     Tiling:   rows n of x with rows `path` of codes, where `live`, and codewords k; COLUMNS of D dimensions at a time
-    Memory:   reads x once, the codebook once and `levels` codewords a row
-    Numerics: float32 sums; NARROW multiplies 16-bit inputs as they are, which is exact where h is x
+    Memory:   reads x once, the codebook once and `levels` codewords per row
+    Numerics: float32 sums; NARROW multiplies 16-bit inputs directly, which is exact if h is x
     """
     t = tl.zeros((n.shape[0], k.shape[0]), dtype=tl.float32)
     r = tl.zeros((n.shape[0],), dtype=tl.float32)
@@ -68,14 +68,14 @@ def residual_scores(
 
 @triton.jit
 def first_smallest(key, k, K):
-    """The smallest of key [ROWS, KP] and its first place, [ROWS] each; place 0 where everything is NaN."""
+    """The smallest of key [ROWS, KP] and its first index, [ROWS] each; index 0 if all are NaN."""
     best = tl.min(key, axis=1)
     place = tl.min(tl.where(key == best[:, None], k[None, :], K), axis=1)
     return best, tl.where(place < K, place, 0)
 
 
 class Levels(NamedTuple):
-    """What the levels leave behind, [N, M] each: codes int64, residuals r_{m+1}, soft (E_s^m)^2, joint J_m."""
+    """Results of the levels, [N, M] each: codes int64, residuals r_{m+1}, soft (E_s^m)^2, joint J_m."""
 
     codes: Tensor
     residuals: Tensor
@@ -84,21 +84,21 @@ class Levels(NamedTuple):
 
 
 class LevelGradients(NamedTuple):
-    """What the recursion over the levels leaves behind; `lines` are all pairs of a vector and a level."""
+    """Results of the backward recursion; `lines` are all pairs of a vector and a level."""
 
     deltas: Tensor  # [lines, P]           Delta_m
     kappa: Tensor  # [lines]
-    moved: Tensor  # [lines, P]            -s_m dL/dt_{m+1}, which belongs to row b_m of dG
+    moved: Tensor  # [lines, P]            -s_m dL/dt_{m+1}, part of row b_m of dG
     codes: Tensor  # [lines]               b_m
     dscores: Tensor  # [N, P]
     dnorms: Tensor  # [N]
-    ddiagonal: Tensor  # [programs, P]     to be added up
+    ddiagonal: Tensor  # [programs, P]     to be summed over programs
     dscale: Tensor  # [programs, M]        likewise
 
 
 @contextmanager
 def full_float32() -> Iterator[None]:
-    """Matrix products of torch in float32 proper, whatever the global switch says; autocast is off."""
+    """A context in which torch multiplies matrices in full float32, without TF32 and autocast."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -115,13 +115,13 @@ def gram(codebook: Tensor) -> Tensor:
 
 
 def padded(inner: Tensor, KP: int) -> Tensor:
-    """inner [K, K] with zeros up to [KP, KP]."""
+    """inner [K, K], padded with zeros to [KP, KP]."""
     missing = KP - len(inner)
     return torch.nn.functional.pad(inner, (0, missing, 0, missing)) if missing else inner
 
 
 class Scored:
-    """A codec for kernels that find x C^T in memory: float32, codebook [K, D] padded with zeros to [P, D]."""
+    """A codec for kernels that read x C^T from memory: float32, codebook [K, D] padded with zeros to [P, D]."""
 
     def __init__(self, codebook: Tensor, scale: Tensor, P: int) -> None:
         self.K, self.P = len(codebook), P
@@ -132,7 +132,7 @@ class Scored:
         self.diagonal = self.gram.diagonal().contiguous()
 
     def parts(self, x: Tensor, offset: Tensor | None, width: int) -> Iterator[tuple[slice, Tensor]]:
-        """(rows, x[rows] - offset in float32) for so many rows at a time that `width` numbers for each fit."""
+        """Yields (rows, x[rows] - offset in float32), with at most MAX_SCORES numbers at `width` numbers per row."""
         step = max(1, MAX_SCORES // width)
         for first in range(0, len(x), step):
             rows = slice(first, min(first + step, len(x)))
@@ -146,5 +146,5 @@ class Scored:
 
 
 def power_of_2(count: int) -> int:
-    """The next power of 2, but 16 at least, which matrix products need."""
+    """The next power of 2, at least 16, as matrix products require."""
     return max(16, triton.next_power_of_2(count))

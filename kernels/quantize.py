@@ -1,4 +1,4 @@
-"""Quantize: the soft and the hard approximation, on the kernels of the training pass."""
+"""Quantize: the soft and the hard approximation, by the kernels of the training pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .totals import Gradients, Totals
 
 
 class Choices(NamedTuple):
-    """codes [N, M] int64, residuals r_{m+1} [N, M], delta [N, P]: what soft and hard differ by, in codewords."""
+    """codes [N, M] int64, residuals r_{m+1} [N, M], delta [N, P] with soft - hard = delta C."""
 
     codes: Tensor
     residuals: Tensor
@@ -56,7 +56,7 @@ def quantize_backward(
         inputs = (h[rows], codec, scores[rows], norms[rows], gamma)
         codes, residuals = choices.codes[rows], choices.residuals[rows]
         if codec.P <= MAX_ON_CHIP:
-            levels = Levels(codes, residuals, residuals, residuals)  # the errors are not looked at
+            levels = Levels(codes, residuals, residuals, residuals)  # the errors are not used
             found = gradients(*inputs, levels, ddelta[rows], precision)
         else:
             none = torch.zeros_like(residuals)
@@ -70,7 +70,7 @@ def quantize_backward(
 
 
 def _scaled_choices(codec: Scored, codes: Tensor) -> Tensor:
-    """sum_m s_m onehot(b_m) [N, P]; the levels in order, so that nothing depends on the order of threads."""
+    """sum_m s_m onehot(b_m) [N, P]; levels are added in order, so that the result is deterministic."""
     total = codec.scale.new_zeros(len(codes), codec.P)
     for s, column in zip(codec.scale, codes.unbind(dim=1), strict=True):
         total.scatter_(1, column[:, None], total.gather(1, column[:, None]) + s)

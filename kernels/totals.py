@@ -1,4 +1,4 @@
-"""Gradients that all rows share: sums in a fixed order."""
+"""Gradients that are sums over all rows, added in a fixed order."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scatter(values: Tensor, codes: Tensor, K: int) -> Tensor:
     P = values.shape[1]
     ordered, order = codes.sort(stable=True)
     first = torch.searchsorted(ordered, torch.arange(K + 1, device=codes.device))
-    splits = 4 if K <= 256 else 1  # few codewords alone would not fill a GPU
+    splits = 4 if K <= 256 else 1  # more programs, since few codewords do not fill a GPU
     out = values.new_empty(splits, K, P)
     columns = min(512, triton.next_power_of_2(P))
     grid = (K, splits, triton.cdiv(P, columns))
@@ -67,7 +67,7 @@ class Gradients(NamedTuple):
 
 
 class Totals:
-    """Gradients that are being added up over parts of h [N, D]."""
+    """Accumulates gradients over parts of h [N, D]."""
 
     def __init__(self, h: Tensor, codec: Scored) -> None:
         self.h, self.codec = h, codec
@@ -76,7 +76,7 @@ class Totals:
         self.dscale = h.new_zeros(len(codec.scale), dtype=torch.float64)
 
     def add(self, rows: slice, found: LevelGradients) -> None:
-        """Everything but kappa Delta^T Delta."""
+        """Adds the gradients of some rows, except for kappa Delta^T Delta."""
         part = self.h[rows]
         self.dgram[: self.codec.K] += scatter(found.moved, found.codes, self.codec.K)
         self.dgram.diagonal().add_(found.ddiagonal.sum(dim=0))

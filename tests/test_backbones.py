@@ -66,19 +66,19 @@ def test_alexnet_from_a_wrong_file(tmp_path, alexnet_file):
     with pytest.raises(FileNotFoundError, match=r"^load: .*a\.pth cannot be read: No such file or directory\.$"):
         AlexNet.load(path)
     path.write_bytes(alexnet_file.read_bytes()[:50_000])
-    with pytest.raises(FileError, match=r"is not a whole state dict file \(.*\)\.$"):
+    with pytest.raises(FileError, match=r"is not a complete state dict file \(.*\)\.$"):
         AlexNet.load(path)
     torch.save([1, 2], path)
     with pytest.raises(FileError, match="holds no state dict"):
         AlexNet.load(path)
     torch.save({k: v for k, v in whole.items() if k != "features.3.bias"}, path)
-    with pytest.raises(FileError, match=r"has no 'features.3.bias', so it is not of this network\.$"):
+    with pytest.raises(FileError, match=r"has no 'features.3.bias', so it belongs to another network\.$"):
         AlexNet.load(path)
     torch.save(whole | {"features.3.bias": torch.zeros(7)}, path)
     with pytest.raises(FileError, match=r"has 'features.3.bias' of shape \[7\] instead of \[192\]\.$"):
         AlexNet.load(path)
     torch.save(whole | {"more": torch.zeros(7)}, path)
-    with pytest.raises(FileError, match=r"has 'more', which this network has not\.$"):
+    with pytest.raises(FileError, match=r"has 'more', which this network does not have\.$"):
         AlexNet.load(path)
 
 

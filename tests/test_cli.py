@@ -153,12 +153,12 @@ def test_nothing_is_replaced_unasked(shell):
 
 WRONG = [
     (["fit", "new", "missing.npy"], "missing.npy cannot be read: No such file"),
-    (["fit", "new", "text.npy"], "text.npy is not a whole .npy file"),
-    (["fit", "new", "cut.npy"], "cut.npy is not a whole .npy file"),
+    (["fit", "new", "text.npy"], "text.npy is not a complete .npy file"),
+    (["fit", "new", "cut.npy"], "cut.npy is not a complete .npy file"),
     (["fit", "new", "flat.npy"], "must hold numbers [N, D]"),
     (["fit", "new", "labelled.npz"], "is an archive of arrays"),
-    (["fit", "new", "pk.npy"], "pk.npy is not a whole .npy file"),
-    (["fit", "new", "header.npy"], "header.npy is not a whole .npy file"),
+    (["fit", "new", "pk.npy"], "pk.npy is not a complete .npy file"),
+    (["fit", "new", "header.npy"], "header.npy is not a complete .npy file"),
     (["fit", "new", "x.npy", "--levels", "1000000000"], "levels must be"),
     (["fit", "new", "nan.npy"], "row 11 of nan.npy is not finite"),
     (["fit", "new", "columns.npy"], "is stored by columns"),

@@ -58,7 +58,7 @@ def test_cifar10_python(tmp_path):
 
 def test_cifar10_that_is_not_right(binary, tmp_path_factory):
     (binary / "data_batch_2.bin").write_bytes(b"\0" * 3072)
-    with pytest.raises(FileError, match=r"data_batch_2.bin is not whole: 3072 bytes are no multiple of 3073\.$"):
+    with pytest.raises(FileError, match=r"data_batch_2.bin is truncated: 3072 bytes are not a multiple of 3073\.$"):
         datasets.cifar10(binary)
     whole = (binary / "data_batch_1.bin").read_bytes()
     (binary / "data_batch_2.bin").write_bytes(whole[:-3073])
@@ -75,7 +75,7 @@ def test_cifar10_that_is_not_right(binary, tmp_path_factory):
     with pytest.raises(FileNotFoundError, match=r"holds neither data_batch_1\.bin nor data_batch_1 of CIFAR-10\.$"):
         datasets.cifar10(empty)
     (empty / "data_batch_1").write_bytes(pickle.dumps(print))  # a pickle that would run something
-    with pytest.raises(FileError, match=r"is not a batch of CIFAR-10 \(it wants .*print\)\.$"):
+    with pytest.raises(FileError, match=r"is not a batch of CIFAR-10 \(it refers to .*print\)\.$"):
         datasets.cifar10(empty)
     (empty / "data_batch_1").write_bytes(pickle.dumps({b"data": np.zeros(5)}))
     with pytest.raises(FileError, match="is not a batch of CIFAR-10"):
@@ -162,7 +162,7 @@ def test_lists_with_columns_and_with_ids(folder):
         ("a 0 1\nb 1\n", None, r"line 2 of .* must have 2 columns of 0 or 1 after the path\.$"),
         ("a 0 1\nb 1 2\n", None, r"line 2 of .* must have 2 columns of 0 or 1 after the path\.$"),
         ("a 0 1\n", ["x", "y", "z"], r"line 1 of .* must have 3 columns of 0 or 1 after the path\.$"),
-        ("a 1\nb 0\nc 0 1\n", None, r"line 3 of .* must have one class after the path, as those before it\.$"),
+        ("a 1\nb 0\nc 0 1\n", None, r"line 3 of .* must have one class after the path, like the lines before it\.$"),
         ("a 3000000000\n", None, r"line 1 of .* has class 3000000000, not one of 0\.\.0\.$"),
         ("a 0\nb\n", None, r"line 2 of .* has no label\.$"),
         ("a zero\n", None, r"line 1 of .* must be a path and integers, got 'a zero'\.$"),
@@ -211,13 +211,13 @@ def test_features_that_are_not_right(tmp_path):
     with pytest.raises(FileError, match=r"is an archive of arrays, not a \.npy file\.$"):
         datasets.features(tmp_path / "x.npz", tmp_path / "y.npz")
     (tmp_path / "x.npz").write_bytes((tmp_path / "x.npz").read_bytes()[:100])
-    with pytest.raises(FileError, match=r"is not a whole \.npz file of numbers \(.*\)\.$"):
+    with pytest.raises(FileError, match=r"is not a complete \.npz file of numbers \(.*\)\.$"):
         datasets.features(tmp_path / "x.npz")
     np.savez(tmp_path / "x.npz", x=np.zeros((60, 40)), label=np.zeros(60, int))
     damaged = bytearray((tmp_path / "x.npz").read_bytes())
     damaged[5000] ^= 1
     (tmp_path / "x.npz").write_bytes(damaged)
-    with pytest.raises(FileError, match=r"is not a whole \.npz file of numbers \(Bad CRC-32.*\)\.$"):
+    with pytest.raises(FileError, match=r"is not a complete \.npz file of numbers \(Bad CRC-32.*\)\.$"):
         datasets.features(tmp_path / "x.npz")
 
 

@@ -113,7 +113,7 @@ def test_flipped_bits_of_the_header_are_noticed(tmp_path, old, new, mmap):
 def test_truncated_files_are_refused(saved, keep, mmap):
     _, path = saved
     path.write_bytes(path.read_bytes()[: int(keep * path.stat().st_size)])
-    with pytest.raises(FileError, match="is not a whole safetensors file"):
+    with pytest.raises(FileError, match="is not a complete safetensors file"):
         Index.load(path, mmap=mmap)
 
 
@@ -225,8 +225,8 @@ def test_unreadable_and_unwritable_paths(tmp_path, monkeypatch):
         (lambda: Index.load("missing.drq"), FileNotFoundError, "load: missing.drq cannot be read: No such file"),
         (lambda: Index.load("."), IsADirectoryError, r"load: \. cannot be read: Is a directory"),
         (lambda: index.save("folder/a.drq"), FileNotFoundError, "save: folder/a.drq cannot be written: No such file"),
-        (lambda: index.save("\udcff"), ValueError, r"save: path must be valid UTF-8, as safetensors wants it, got '"),
-        (lambda: Index.load("\udcff"), ValueError, r"load: path must be valid UTF-8, as safetensors wants it, got '"),
+        (lambda: index.save("\udcff"), ValueError, r"save: path must be valid UTF-8, as safetensors requires, got '"),
+        (lambda: Index.load("\udcff"), ValueError, r"load: path must be valid UTF-8, as safetensors requires, got '"),
         (lambda: index.save(""), IsADirectoryError, r"save: \. cannot be written: it is a folder\."),
         (lambda: index.save("."), IsADirectoryError, r"save: \. cannot be written: it is a folder\."),
         (lambda: index.save("/"), IsADirectoryError, r"save: / cannot be written: it is a folder\."),
@@ -255,7 +255,7 @@ def test_devices_that_are_not_there(tmp_path):
             ("load", lambda device=device: Index.load(tmp_path / "a.drq", device=device)),
             ("load", lambda device=device: RecurrentQuantizer.load(tmp_path / "b.drq", device=device)),
         ):
-            with pytest.raises(ValueError, match=f"^{op}: device must be a device that torch has here, got {device!r}"):
+            with pytest.raises(ValueError, match=f"^{op}: device must be an available device, got {device!r}"):
                 call()
 
 

@@ -308,7 +308,9 @@ def test_a_narrow_layer_keeps_within_its_range():
     layer.initialise(1e-5 * data())
     assert layer.gamma.isfinite()
     before = copy.deepcopy(layer.state_dict())
-    with pytest.raises(ValueError, match=r"^fit: what x gives must be finite in torch.float16, got NaN or infinity"):
+    with pytest.raises(
+        ValueError, match=r"^fit: the codec fitted to x must be finite in torch.float16, got NaN or infinity"
+    ):
         layer.fit(1e6 * data(), rounds=2)
     assert all(torch.equal(before[name], value) for name, value in layer.state_dict().items())
 
@@ -396,7 +398,7 @@ def test_save_and_load(tmp_path, options):
 def test_load_refuses_an_index_or_nonsense(tmp_path, layer):
     path = tmp_path / "file"
     path.write_bytes(b"not a file of ours")
-    with pytest.raises(FileError, match="is not a whole safetensors file"):
+    with pytest.raises(FileError, match="is not a complete safetensors file"):
         RecurrentQuantizer.load(path)
     with torch.no_grad():
         layer.codebook[0, 0] = float("nan")

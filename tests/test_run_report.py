@@ -226,7 +226,7 @@ def test_pixels_of_the_wrong_shape(runs, capsys, array, got):
 def test_other_refusals(runs, capsys):
     assert "nowhere.npy cannot be read" in refused(capsys, "report", runs / "run", "--images", runs / "nowhere.npy")
     (runs / "text.npy").write_text("text")
-    assert "is not a whole .npy file" in refused(capsys, "report", runs / "run", "--images", runs / "text.npy")
+    assert "is not a complete .npy file" in refused(capsys, "report", runs / "run", "--images", runs / "text.npy")
     message = refused(capsys, "report", runs / "fitted", "--images", runs / "pixels.npy")
     assert "images must be left out for a fitted run" in message
     (runs / "plain" / "queries.npy").unlink()

@@ -191,14 +191,14 @@ def test_numbers_of_numpy_become_pythons():
 def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
     train(make_model(), blobs(), config=SHORT, folder=tmp_path)
     content = (tmp_path / CHECKPOINT).read_bytes()
-    with pytest.raises(FileError, match=r"is of another run: config.rate is 0\.003 there and 0\.001 here\.$"):
+    with pytest.raises(FileError, match=r"belongs to another run: config.rate is 0\.003 there and 0\.001 here\.$"):
         train(make_model(), blobs(), config=dataclasses.replace(SHORT, rate=1e-3), folder=tmp_path)
-    with pytest.raises(FileError, match=r"is of another run: ablation is none there and no_joint here\.$"):
+    with pytest.raises(FileError, match=r"belongs to another run: ablation is none there and no_joint here\.$"):
         train(make_model("no_joint"), blobs(), config=SHORT, folder=tmp_path)
     wider = Model(Precomputed(12, 21), torch.randn(CLASSES, 6), dim=16, codewords=16, levels=3)
-    with pytest.raises(FileError, match=r"is of another run: backbone is .* there and .* here\.$"):
+    with pytest.raises(FileError, match=r"belongs to another run: backbone is .* there and .* here\.$"):
         train(wider, blobs(), config=SHORT, folder=tmp_path)
-    with pytest.raises(FileError, match=r"is of another run: rows is .* there and .* here\.$"):
+    with pytest.raises(FileError, match=r"belongs to another run: rows is .* there and .* here\.$"):
         train(make_model(), blobs(), torch.arange(159), config=SHORT, folder=tmp_path)
     others = (
         (
@@ -209,19 +209,19 @@ def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):
         ("words", make_model(words=torch.ones(5, 6))),
     )
     for name, other in others:
-        with pytest.raises(FileError, match=rf"is of another run: {name} is .* there and .* here\.$"):
+        with pytest.raises(FileError, match=rf"belongs to another run: {name} is .* there and .* here\.$"):
             train(other, blobs(), config=SHORT, folder=tmp_path)
-    with pytest.raises(FileError, match=r"is of another run: items is .* there and .* here\.$"):
+    with pytest.raises(FileError, match=r"belongs to another run: items is .* there and .* here\.$"):
         train(make_model(), blobs(seed=5), config=SHORT, folder=tmp_path)
     changed = blobs()
     changed.x[80] *= -3
-    with pytest.raises(FileError, match=r"is of another run: items is .* there and .* here\.$"):
+    with pytest.raises(FileError, match=r"belongs to another run: items is .* there and .* here\.$"):
         train(make_model(), changed, config=SHORT, folder=tmp_path)
     assert (tmp_path / CHECKPOINT).read_bytes() == content
     (tmp_path / CHECKPOINT).write_bytes(content[:-10])
     model = make_model()
     start = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(FileError, match="is not a whole safetensors file"):
+    with pytest.raises(FileError, match="is not a complete safetensors file"):
         train(model, blobs(), config=SHORT, folder=tmp_path)
     assert all(torch.equal(value, start[name]) for name, value in model.state_dict().items())
 

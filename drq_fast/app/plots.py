@@ -33,7 +33,7 @@ _STYLE: Any = {
     "legend.fontsize": "small",
 }
 _LOSSES = {"semantic": "$l_s$, adaptive margin", "triplet": "$l_t$, triplets", "error": "$E_h + E_s + E_j$, quantizer"}
-_LINES = 4  # per run in a figure; of more levels, some are left out
+_LINES = 4  # per run in a figure; with more levels, some are omitted
 _NAMED = 20  # classes with a colour of their own
 _COMPONENTS = 50  # principal components that t-SNE starts from
 _GAP = 0.004  # between items of one code, relative to the size of the figure
@@ -52,7 +52,7 @@ def draw(folder: Path, parts: Sequence[Part], experiment: Experiment | None, poi
     else:
         figures["recall.svg"] = (_by_bits, f"{parts[0].measured} by code length")
     figures |= {
-        "error.svg": (_error, "What is left of the features after each level"),
+        "error.svg": (_error, "Squared error after each level"),
         "usage.svg": (_usage, "How often each codeword is used, by level"),
     }
     if any(part.history for part in parts):
@@ -141,7 +141,7 @@ def _precision_recall(parts: Sequence[Part]) -> Any:
 
 
 def _precision(parts: Sequence[Part]) -> Any:
-    figure, axes = _axes("R, items looked at", "precision")
+    figure, axes = _axes("R, items retrieved", "precision")
     for part, row, shade in _rows(parts):
         axes.plot(
             part.metrics["depths"],

@@ -133,7 +133,9 @@ def _part(run: Run) -> Part:
     codes, made_by = run.load_codes()
     whole = metrics.get("kind") in ("labels", "neighbours") and metrics.get("database") == len(codes)
     if not whole or len(metrics.get("lengths", ())) != layer.levels:
-        raise FileError(f"report: {run.metrics} is not of the codes in {run.folder}; evaluate again with --force.")
+        raise FileError(
+            f"report: {run.metrics} was not made from the codes in {run.folder}; evaluate again with --force."
+        )
     name, ablation = run.folder.resolve().name, config.get("ablation", "none")
     name = name if ablation in ("none", name) else f"{name} ({ablation})"
     history = run.read_json(run.history, "train").get("epochs", []) if run.history.exists() else []
@@ -224,7 +226,7 @@ def _markdown(
         blocks.append("[page.html](page.html) shows what is retrieved at every code length; it opens in any browser.")
     blocks += ["## By code length", _by_length(parts)]
     blocks += [f"![{caption}]({file})\n\n{caption}" for file, caption in drawn.items()]
-    blocks += ["## Codewords in use", _usage_table(facts), "## What it was made of", _settings(parts)]
+    blocks += ["## Codewords in use", _usage_table(facts), "## Settings", _settings(parts)]
     return "\n\n".join(blocks) + "\n"
 
 

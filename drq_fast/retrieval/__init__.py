@@ -1,1 +1,1 @@
-"""The paper's image retrieval: features with intermediate supervision, three-stage training, mAP at every length."""
+"""The paper's image retrieval: supervised features, three-stage training, and mAP at every code length."""

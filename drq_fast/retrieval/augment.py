@@ -1,4 +1,4 @@
-"""Random views of images, for training only."""
+"""Random augmentation of training images."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .. import checks
 
 
 def augment(images: Tensor, size: int, smallest: float = 0.5, colour: float = 0.3, hole: float = 0.4) -> Tensor:
-    """Pixels [N, 3, H, W] to float [N, 3, size, size]: of each a random part, mirrored half of the time.
+    """Pixels [N, 3, H, W] -> float [N, 3, size, size]: a random crop of each image, mirrored with probability 1/2.
 
-    The part has `smallest` to all of the area, its sides keep their ratio within 3:4 and 4:3. It is read by bilinear
-    interpolation, so an image more than twice as large as `size` should be made smaller first. Brightness, contrast
-    and saturation are changed by up to `colour`, and half of the views lose a grey square with `hole` of the side.
+    A crop has a fraction of the area between `smallest` and 1 and an aspect ratio between 3:4 and 4:3. It is resampled
+    bilinearly, so images more than twice as large as `size` should be reduced first. Brightness, contrast and
+    saturation change by up to `colour`. Half of the results get a grey square with side `hole` * size.
     """
     checks.integer("augment", "size", size, 1)
     views = _parts(images.float(), size, smallest)
@@ -24,7 +24,7 @@ def augment(images: Tensor, size: int, smallest: float = 0.5, colour: float = 0.
 
 
 def _parts(images: Tensor, size: int, smallest: float) -> Tensor:
-    """A random part of each image, mirrored half of the time."""
+    """A random crop of each image, mirrored with probability 1/2."""
     N = len(images)
     area = torch.empty(N).uniform_(smallest, 1)
     ratio = torch.empty(N).uniform_(-1, 1).mul(torch.log(torch.tensor(4 / 3))).exp().sqrt()
@@ -38,7 +38,7 @@ def _parts(images: Tensor, size: int, smallest: float) -> Tensor:
 
 
 def _coloured(images: Tensor, colour: float) -> Tensor:
-    """Brightness, contrast and saturation of each image times 1 - colour to 1 + colour."""
+    """Scales brightness, contrast and saturation of each image by factors from 1 - colour to 1 + colour."""
     factors = torch.empty(3, len(images), 1, 1, 1).uniform_(1 - colour, 1 + colour).to(images.device)
     brightness, contrast, saturation = factors
     mean = images.mean(dim=(1, 2, 3), keepdim=True)
@@ -52,7 +52,7 @@ def _with_holes(images: Tensor, hole: float) -> Tensor:
     N, size = len(images), images.shape[-1]
     side = round(hole * size)
     corner = (torch.rand(N, 2) * (size - side + 1)).long()
-    corner[torch.rand(N) < 0.5] = size  # outside
+    corner[torch.rand(N) < 0.5] = size  # outside the image: no square
     place = torch.arange(size) - corner[:, :, None]  # [N, 2, size]
     inside = (place >= 0) & (place < side)
     masked = (inside[:, 0, :, None] & inside[:, 1, None, :]).to(images.device)

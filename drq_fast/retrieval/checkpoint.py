@@ -1,4 +1,4 @@
-"""Training interrupted and resumed: model, optimiser and position in one file that is whole or not there."""
+"""Checkpoints: model, optimiser and position of a training in one file, written atomically."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .. import files
 
 
 def make_folder(folder: Path) -> None:
-    """Makes the folder of a run without remains of a killed one, or says why nothing could be written there."""
+    """Creates the folder of a run and removes temporary files of killed runs; raises OSError if it is not writable."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -27,27 +27,29 @@ def make_folder(folder: Path) -> None:
 def save(
     path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run: dict[str, Any], position: dict[str, Any]
 ) -> None:
-    """Writes the file, replacing an old one atomically. run: settings that a later start must share."""
+    """Writes a checkpoint atomically. run: settings that a resumed run must share."""
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for number, state in optimiser.state_dict()["state"].items():
         tensors |= {f"optimiser.{number}.{name}": value for name, value in state.items()}
-    tensors = {name: value.clone() for name, value in tensors.items()}  # parameters may share memory, files may not
+    tensors = {
+        name: value.clone() for name, value in tensors.items()
+    }  # safetensors refuses parameters that share memory
     files.write(path, "training", tensors, {"run": run, "position": position})
 
 
 def restore(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run: dict[str, Any]) -> dict[str, Any]:
-    """Puts model and optimiser where they were; returns the position, or FileError where the file is another run's."""
+    """Restores model and optimiser and returns the position; raises FileError for a checkpoint of another run."""
     tensors, stored, _ = files.read(path, "training")
     found, wanted = _flat(stored.get("run", {})), _flat(json.loads(json.dumps(run)))
     for name in wanted:
         if found.get(name) != wanted[name]:
             there, here = found.get(name), wanted[name]
-            raise files.FileError(f"train: {path} is of another run: {name} is {there} there and {here} here.")
+            raise files.FileError(f"train: {path} belongs to another run: {name} is {there} there and {here} here.")
     weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}
     expected = model.state_dict()
     for name in sorted({*weights, *expected}):
         if name not in weights or name not in expected or weights[name].shape != expected[name].shape:
-            raise files.FileError(f"train: {path} is of another model: it differs in {name!r}.")
+            raise files.FileError(f"train: {path} belongs to another model: it differs in {name!r}.")
     model.load_state_dict(weights)
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
@@ -59,7 +61,7 @@ def restore(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested settings by dotted names."""
+    """Flattens nested settings to dotted names."""
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}

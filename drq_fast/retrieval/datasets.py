@@ -1,7 +1,7 @@
-"""Images and features with their labels: CIFAR-10, lists of files, folders, arrays; and the vectors of class names.
+"""Images and features with their labels: CIFAR-10, lists of files, folders, arrays; and word vectors of class names.
 
-Labels are bool [N, C]. A set of items gives a batch for a list of row numbers, so that decoding can be left to worker
-processes; nothing here is random.
+Labels are bool [N, C]. Indexing items with row numbers gives a batch, so worker processes can decode images. Nothing
+here is random.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".
 class Items(Dataset[Tensor]):
     """N items with labels [N, C] bool and the names of the C classes; `items[rows]` is a batch.
 
-    list_number [N] int64 says which list an item came from where several were read, and is 0 elsewhere.
+    list_number [N] int64: the list that an item came from if several were read, else 0.
     """
 
     def __init__(self, labels: Tensor, classes: Sequence[str], list_number: Tensor | None = None) -> None:
@@ -59,7 +59,7 @@ class Images(Items):
 
 
 class ImageFiles(Items):
-    """Files that Pillow decodes: a batch is uint8 [n, 3, size, size], the middle of each image at that height."""
+    """Image files, decoded by Pillow: a batch is uint8 [n, 3, size, size], the resized centre crop of each image."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ def _one_each(items: np.ndarray, labels: Tensor) -> np.ndarray:
 
 
 def cifar10(folder: Source) -> Images:
-    """CIFAR-10 from its official binary files or its python batches: 50,000 training images, then 10,000 others."""
+    """CIFAR-10 from its binary files or Python batches: 50,000 training images, then 10,000 test images."""
     root = Path(folder)
     names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
     if (root / f"{names[0]}.bin").exists():
@@ -124,7 +124,7 @@ def cifar10(folder: Source) -> Images:
 
 
 def image_folder(folder: Source, size: int = 256) -> ImageFiles:
-    """Images in one folder per class, named like it."""
+    """Images in one folder per class, which has the name of the class."""
     root = Path(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"datasets: {root} is not a folder.")
@@ -139,10 +139,10 @@ def image_folder(folder: Source, size: int = 256) -> ImageFiles:
 def image_list(
     lists: Source | Sequence[Source], root: Source | None = None, classes: Sequence[str] | None = None, size: int = 256
 ) -> ImageFiles:
-    """Images of text files with a line each, `path 0 1 0 ...` (a column per class) or `path class_id`.
+    """Images listed in text files, one per line: `path 0 1 0 ...` (a column per class) or `path class_id`.
 
-    Paths are relative to `root`, the folder of the first list by default. Ids count up from 0. Of several lists, as
-    ImageNet has one to train and one to validate, `list_number` tells which an image came from.
+    Paths are relative to `root`, by default the folder of the first list. Class ids start at 0. With several lists,
+    such as ImageNet's for training and validation, `list_number` tells which one an image came from.
     """
     files = [Path(lists)] if isinstance(lists, (str, os.PathLike)) else [Path(name) for name in lists]
     if not files:
@@ -156,7 +156,7 @@ def image_list(
         where = f"line {line.place} of {files[line.number]}"
         if ids:
             if len(line.values) != 1:
-                raise FileError(f"datasets: {where} must have one class after the path, as those before it.")
+                raise FileError(f"datasets: {where} must have one class after the path, like the lines before it.")
             if not 0 <= line.values[0] < min(C, len(lines)):
                 raise FileError(
                     f"datasets: {where} has class {line.values[0]}, not one of 0..{min(C, len(lines)) - 1}."
@@ -171,10 +171,10 @@ def image_list(
 
 
 def features(path: Source, labels: Source | np.ndarray | None = None) -> FeatureArray:
-    """Features from `.npy` [N, D], which stays on disk, with labels from a `.npy` beside it; or from `.npz`.
+    """Features from `.npy` [N, D], which stays on disk, with labels from another `.npy`; or both from one `.npz`.
 
-    An `.npz` holds x, label and, where x is of integers, step [D], the size of one; and perhaps classes [C], their
-    names. Labels are class numbers [N] or flags [N, C].
+    An `.npz` contains x and label; if x has integers also step [D], by which x is multiplied; and optionally
+    classes [C], the class names. Labels are class numbers [N] or flags [N, C].
     """
     file = Path(path)
     arrays = {"x": _array(file)} if file.suffix == ".npy" else _arrays(file, ("x", "label", "step", "classes"))
@@ -227,11 +227,11 @@ def one_hot(label: np.ndarray, classes: int) -> Tensor:
 
 
 def read_words(path: Source | None, classes: Sequence[str]) -> Tensor:
-    """Vectors [C, E] for the names of classes: a matrix with a row per class, or a text file of word vectors.
+    """Vectors [C, E] of class names: from a matrix with a row per class, or from a text file of word vectors.
 
-    The matrix is text or `.npy`, its rows in the order of the classes. In a text file of word vectors (GloVe,
-    word2vec) every line begins with its word; of a name of several words the mean is taken. None: one-hot vectors,
-    so that all margins are 1.
+    The matrix is text or `.npy`, with rows in the order of the classes. In a text file of word vectors (GloVe,
+    word2vec) every line starts with its word; a name of several words gets the mean of their vectors. None: one-hot
+    vectors, so that all margins are 1.
     """
     if path is None:
         return torch.eye(len(classes))
@@ -250,7 +250,7 @@ def read_words(path: Source | None, classes: Sequence[str]) -> Tensor:
 
 
 def _named_rows(file: Path, classes: Sequence[str]) -> np.ndarray:
-    """The vectors of these names, words that are not asked for skipped."""
+    """The vectors of these names; other words in the file are skipped."""
     parts = [name.lower().replace("_", " ").replace("-", " ").split() for name in classes]
     wanted = {word for name in parts for word in name}
     found: dict[str, np.ndarray] = {}
@@ -280,7 +280,7 @@ def _matrix(file: Path) -> np.ndarray:
 
 
 def _is_matrix(file: Path) -> bool:
-    """Are the first two lines numbers, and as many? Two numbers above more are the header of a word2vec file."""
+    """True if the first two lines have equally many numbers. (Two numbers above more are a word2vec header.)"""
     try:
         with file.open(encoding="utf-8", errors="replace") as text:
             first = list(itertools.islice((line for line in text if line.strip()), 2))
@@ -294,7 +294,7 @@ def _is_matrix(file: Path) -> bool:
 
 
 class _Line(NamedTuple):
-    """Of a list of images: the number of the list, the place in it, the path and the integers behind it."""
+    """A line of an image list: number of the list, line number, path, and the integers after it."""
 
     number: int
     place: int
@@ -303,7 +303,7 @@ class _Line(NamedTuple):
 
 
 def _lines(number: int, file: Path) -> list[_Line]:
-    """All lines that are not empty."""
+    """All non-empty lines."""
     try:
         text = file.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -331,11 +331,11 @@ def _decode(path: Path, size: int) -> Tensor:
         raise ImportError("Images need Pillow: `pip install drq_fast[retrieval]`.") from error
     try:
         with Image.open(path) as image:
-            # Pillow would clip what has 16 bits for a pixel at 255.
+            # Pillow would clip 16-bit pixels at 255.
             rgb = (_eight_bits(image) if image.mode.startswith("I") else image).convert("RGB")
     except FileNotFoundError:
         raise FileNotFoundError(f"datasets: the image {path} is missing.") from None
-    except Exception as error:  # Pillow's decoders raise nearly anything
+    except Exception as error:  # Pillow's decoders raise many kinds of errors
         raise FileError(f"datasets: the image {path} cannot be decoded ({error}).") from error
     side = min(rgb.size)
     left, top = ((extent - side) / 2 for extent in rgb.size)
@@ -350,13 +350,13 @@ def _eight_bits(image: Any) -> Any:
 
 
 def _binary_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Records of a label and 3 x 32 x 32 pixels."""
+    """Reads records of a label and 3 x 32 x 32 pixels."""
     try:
         content = np.fromfile(path, dtype=np.uint8)
     except OSError as error:
         raise type(error)(f"datasets: {path} cannot be read: {error.strerror or error}.") from error
     if len(content) == 0 or len(content) % 3073:
-        raise FileError(f"datasets: {path} is not whole: {len(content)} bytes are no multiple of 3073.")
+        raise FileError(f"datasets: {path} is truncated: {len(content)} bytes are not a multiple of 3073.")
     records = content.reshape(-1, 3073)
     return records[:, 1:].reshape(-1, 3, 32, 32), records[:, 0]
 
@@ -377,15 +377,15 @@ def _class_names(path: Path) -> list[str]:
 
 
 class _Arrays(pickle.Unpickler):
-    """Reads containers and numpy arrays, and runs nothing else."""
+    """Unpickles containers and numpy arrays only, so that no code can run."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """What a pickle may name."""
+        """Allows only what numpy arrays need."""
         if module.startswith("numpy") and name in ("_reconstruct", "ndarray", "dtype"):
             return super().find_class(module.replace("numpy.core", "numpy._core"), name)
         if (module, name) == ("_codecs", "encode"):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it wants {module}.{name}")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 def _unpickle(path: Path) -> Any:
@@ -394,21 +394,21 @@ def _unpickle(path: Path) -> Any:
             return _Arrays(file, encoding="bytes").load()
     except FileNotFoundError:
         raise FileNotFoundError(f"datasets: {path} is missing.") from None
-    except Exception as error:  # a damaged pickle raises nearly anything
+    except Exception as error:  # damaged pickles raise many kinds of errors
         raise FileError(f"datasets: {path} is not a batch of CIFAR-10 ({error}).") from error
 
 
 def _array(path: Path) -> np.ndarray:
-    """The array of an `.npy` file, mapped."""
+    """The array of an `.npy` file, memory-mapped."""
     return read_array("datasets", path, mmap=True)
 
 
 def _arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
-    """Those arrays of an `.npz` file that it has."""
+    """The arrays with these names that an `.npz` file has."""
     try:
         with np.load(path, allow_pickle=False) as pack:
             return {name: pack[name] for name in names if name in pack.files}
     except FileNotFoundError:
         raise FileNotFoundError(f"datasets: {path} is missing.") from None
-    except Exception as error:  # zipfile and numpy raise nearly anything
-        raise FileError(f"datasets: {path} is not a whole .npz file of numbers ({error}).") from error
+    except Exception as error:  # zipfile and numpy raise many kinds of errors
+        raise FileError(f"datasets: {path} is not a complete .npz file of numbers ({error}).") from error

@@ -1,8 +1,8 @@
-"""Retrieval figures that ties cannot bend: every group of equal scores counts as the average over its orders.
+"""Retrieval metrics as expectations over all orders of equal scores, so that tie-breaking cannot bias them.
 
-Codes tie by the hundred, so what is ranked are distinct codes, each with the number of its items and of the relevant
-ones among them; no matrix of queries and items is formed. After N0 items with R0 relevant ones, a group of n items with
-r relevant ones has R0 + i r/n relevant ones, on average, among the first N0 + i.
+Hundreds of items may have equal codes, so distinct codes are ranked, each with its number of items and of relevant
+items; no matrix of queries and items is formed. If N0 items with R0 relevant ones precede a group of n items with r
+relevant ones, the first N0 + i items contain R0 + i r/n relevant ones on average.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ..codes import bits
 from ..quantizer import RecurrentQuantizer
 from .losses import check_labels, similar
 
-RECALLS = 100  # the curve has the precision at 1 %, 2 %, ... of the relevant items
-_ENTRIES = 1 << 20  # of the tables that are held at a time: queries x distinct codes
+RECALLS = 100  # points of the precision-recall curve: recall 1 %, 2 %, ...
+_ENTRIES = 1 << 20  # queries x distinct codes that are ranked at a time
 
 
 class Figures(NamedTuple):
-    """Means over queries: mAP@R, precision at each depth, and the precision where 1 %, 2 %, ... 100 % is found."""
+    """Means over queries: mAP@R, precision at each depth, and precision at recall 1 %, 2 %, ... 100 %."""
 
     bits: int | None
     mean_average_precision: float
@@ -33,7 +33,7 @@ class Figures(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """Of every entry [q, U] of a ranking, in float64: the items and relevant ones before its group and after it."""
+    """For every entry [q, U] of a ranking, in float64: items and relevant items before and after its group."""
 
     N0: Tensor
     R0: Tensor
@@ -53,7 +53,7 @@ def evaluate_codes(
     metric: str = "l2",
     depths: Sequence[int] = (),
 ) -> list[Figures]:
-    """Figures at every prefix length of codes [N, levels] with labels [N, C], for queries [Q, dim] that are not coded.
+    """Metrics at every prefix length of codes [N, levels] with labels [N, C], for queries [Q, dim], not quantized.
 
     Items are ranked by `metric`; those that share a label with the query are relevant. R: depth of mAP, N by default.
 
@@ -94,9 +94,9 @@ def evaluate_vectors(
     depths: Sequence[int] = (),
     copies: Tensor | None = None,
 ) -> Figures:
-    """The same for vectors x [N, D] as they are. With `copies` [N], items are rows of x of these numbers.
+    """The same for vectors x [N, D] that are not quantized. With `copies` [N], item i is row copies[i] of x.
 
-    Scores are float32, or float64 where x or query is. Equal vectors are ranked as one, so they always tie.
+    Scores are float32, or float64 if x or query is. Equal vectors are ranked as one, so they always tie.
     """
     op = "evaluate_vectors"
     checks.choice(op, "metric", metric, checks.METRICS)
@@ -113,7 +113,7 @@ def evaluate_vectors(
             checks.fail(op, name, f"small enough for its squares in {wide}", f"up to {float(value.abs().max()):.3g}")
     if metric == "cosine":
         x, query = (torch.nn.functional.normalize(v, dim=1) for v in (x, query))
-    if metric == "l2" and len(x):  # distances stay, and small ones between vectors far from 0 keep their digits
+    if metric == "l2" and len(x):  # keeps distances, and avoids cancellation for vectors far from 0
         x, query = x - x.mean(dim=0), query - x.mean(dim=0)
     x, same = torch.unique(x, dim=0, return_inverse=True)
     copies = same if copies is None else same[_row_numbers(op, copies, len(same))]
@@ -135,9 +135,9 @@ def _row_numbers(op: str, copies: Tensor, N: int) -> Tensor:
 
 
 def recall(found: Tensor | np.ndarray, neighbours: Tensor | np.ndarray) -> float:
-    """Which part of the true neighbours [Q, t] is among the ids found [Q, k], on average: for data without labels.
+    """The mean fraction of the true neighbours [Q, t] that is among the ids found [Q, k]; for data without labels.
 
-    Either may be torch or numpy.
+    Both arguments may be torch or numpy.
 
     >>> recall(index.search(query, k=100).ids, nearest[:, :10])  # 10 nearest within 100
     """
@@ -151,10 +151,10 @@ def recall(found: Tensor | np.ndarray, neighbours: Tensor | np.ndarray) -> float
 
 
 def average_precision(scores: Tensor, relevant: Tensor, R: int | None = None, *, largest: bool = False) -> Tensor:
-    """AP@R [Q] in float64 of scores [Q, N] with relevant [Q, N] bool; R is the depth of the cut, N by default.
+    """AP@R [Q] in float64 of scores [Q, N] with relevant [Q, N] bool; R is N by default.
 
-    Less is better unless `largest`. AP@R is the mean of the precisions at the relevant items within the cut, 0 where
-    there are none, and the result its expectation over all orders of equal scores.
+    Smaller scores are better unless `largest`. AP@R is the mean of the precisions at the relevant items among the first
+    R, or 0 if there are none. The result is its expectation over all orders of equal scores.
     """
     checks.tensor("average_precision", "scores", scores)
     if scores.ndim != 2 or relevant.shape != scores.shape or relevant.dtype != torch.bool:
@@ -180,7 +180,7 @@ def _evaluate(
     depths: Sequence[int],
     length: int | None,
 ) -> Figures:
-    """Figures of rankings of U distinct things, which items [N] are copies of."""
+    """Metrics of rankings of U distinct codes or vectors, of which items [N] are copies."""
     checks.floating(op, "query", query)
     checks.finite(op, "query", query)
     check_labels(op, labels, len(copies), copies.device)
@@ -192,7 +192,7 @@ def _evaluate(
     for depth in (*depths, *([R] if R is not None else [])):
         checks.integer(op, "R and depths", depth, 1)
     counts = torch.bincount(copies, minlength=U).double()
-    kinds, kind = torch.unique(labels, dim=0, return_inverse=True)  # items of one kind have the same labels
+    kinds, kind = torch.unique(labels, dim=0, return_inverse=True)  # a kind is a distinct row of labels
     one = torch.ones(len(kind), dtype=torch.float32, device=kind.device)
     table = torch.sparse_coo_tensor(  # [U, kinds]: how many items of each kind
         torch.stack([copies, kind]), one, (U, len(kinds)), check_invariants=True
@@ -215,12 +215,12 @@ def _evaluate(
 
 
 def _groups(scores: Tensor, counts: Tensor, relevant: Tensor) -> _Groups:
-    """Groups of equal scores in a ranking [q, U] of things with these counts of items and of relevant ones."""
+    """Groups of equal scores in a ranking [q, U] of entries with these counts of items and of relevant items."""
     last = torch.ones_like(scores, dtype=torch.bool)
     last[:, :-1] = scores[:, 1:] != scores[:, :-1]
     N1, R1 = counts.cumsum(dim=1), relevant.cumsum(dim=1)
     starts = []
-    for after in (N1, R1):  # neither ever falls, so the latest group that has ended is the largest
+    for after in (N1, R1):  # non-decreasing, so a running maximum finds the last group that has ended
         ended = torch.where(last, after, 0).cummax(dim=1).values
         starts.append(torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=1))
     ends = [torch.where(last, after, torch.inf).flip(1).cummin(dim=1).values.flip(1) for after in (N1, R1)]
@@ -228,7 +228,7 @@ def _groups(scores: Tensor, counts: Tensor, relevant: Tensor) -> _Groups:
 
 
 def _average_precision(groups: _Groups, R: int | None) -> Tensor:
-    """AP@R [q]. Of the group that the cut goes through, j of m items are relevant with hypergeometric probability."""
+    """AP@R [q]. In the group that contains R, the relevant items among the first m are hypergeometric."""
     N0, R0, N1, R1, last = groups
     if N0.numel() == 0:
         return N0.new_zeros(len(N0))
@@ -240,9 +240,9 @@ def _average_precision(groups: _Groups, R: int | None) -> Tensor:
     B = n - (N0 + 1) * A  # sum of (i - 1) / (N0 + i)
     sums = r / n * ((R0 + 1) * A + (r - 1) / (n - 1).clamp_min(1) * B)
     precisions = torch.where(last & (cut >= N1), sums, 0).sum(dim=1)
-    at = torch.searchsorted(N1, N1.new_full((len(N1), 1), cut))  # the group that holds the last item inside
+    at = torch.searchsorted(N1, N1.new_full((len(N1), 1), cut))  # the group that contains item R
     N0, n, R0, r = (t.gather(1, at) for t in (N0, n, R0, r))
-    if bool((cut - N0 == n).all()):  # no group is cut
+    if bool((cut - N0 == n).all()):  # R is the end of a group for all queries
         return precisions / (R0 + r).squeeze(1).clamp_min(1)
     widest = int(torch.minimum(r, cut - N0).max()) + 1
     found = [
@@ -253,11 +253,13 @@ def _average_precision(groups: _Groups, R: int | None) -> Tensor:
 
 
 def _expectation(precisions: Tensor, N0: Tensor, n: Tensor, R0: Tensor, r: Tensor, cut: int, inverse: Tensor) -> Tensor:
-    """AP from the sum of precisions [q] of whole groups and from the group [q, 1] that holds the last item inside."""
-    m = cut - N0  # items of the group inside; if that is all of them, they are in `precisions` already
+    """AP from the sum of precisions [q] of complete groups and from the group [q, 1] that contains item R."""
+    m = cut - N0  # items of the group among the first R; a complete group is in `precisions` already
     A = inverse[cut] - inverse[N0.long()]
     B = m - (N0 + 1) * A
-    j = torch.arange(float(torch.minimum(r, m).max()) + 1, dtype=n.dtype, device=n.device)  # relevant ones inside
+    j = torch.arange(
+        float(torch.minimum(r, m).max()) + 1, dtype=n.dtype, device=n.device
+    )  # relevant ones among the first m
     log_choose = lambda a, b: torch.lgamma(a + 1) - torch.lgamma(b + 1) - torch.lgamma(a - b + 1)  # noqa: E731
     possible = (j <= r) & (j <= m) & (m - j <= n - r)
     inside = torch.where(possible, j, torch.minimum(r, m))
@@ -269,7 +271,7 @@ def _expectation(precisions: Tensor, N0: Tensor, n: Tensor, R0: Tensor, r: Tenso
 
 
 def _precision(groups: _Groups, depths: Sequence[int]) -> Tensor:
-    """The expected precision within each depth: [q, depths]. Beyond the last item there is nothing relevant."""
+    """The expected precision at each depth: [q, depths]. Places after the last item count as not relevant."""
     N = groups.N1[:, -1:]
     depth = groups.N1.new_tensor(list(depths)).expand(len(N), -1).contiguous()
     within = torch.minimum(depth, N)
@@ -279,10 +281,10 @@ def _precision(groups: _Groups, depths: Sequence[int]) -> Tensor:
 
 
 def _precision_at_recall(groups: _Groups) -> Tensor:
-    """The precision where the expected part of the relevant items reaches 1 %, 2 %, ... 100 %: [q, RECALLS]."""
+    """The precision where the expected recall reaches 1 %, 2 %, ... 100 %: [q, RECALLS]."""
     R1 = groups.R1.contiguous()
     percent = torch.arange(1, RECALLS + 1, dtype=R1.dtype, device=R1.device)
-    wanted = R1[:, -1:] * percent / RECALLS  # in this order whole numbers stay whole
+    wanted = R1[:, -1:] * percent / RECALLS  # multiply first, so that integers stay exact
     at = torch.searchsorted(R1, wanted).clamp_max(R1.shape[1] - 1)
     N0, R0, N1, end = (t.gather(1, at) for t in groups[:4])
     place = N0 + (wanted - R0) * (N1 - N0) / (end - R0).clamp_min(1e-300)

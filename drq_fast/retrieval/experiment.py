@@ -1,4 +1,4 @@
-"""The paper's experiment as settings that a file can hold: data, protocol, network and training."""
+"""The paper's experiment, described by settings: data, protocol, network and training."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .train import CHECKPOINT, features, train
 
 
 class Experiment:
-    """Items, their split and the network that the settings describe."""
+    """The items, their split and the network of given settings."""
 
     def __init__(self, settings: Settings, config: Config | None = None) -> None:
         self.settings = settings
@@ -43,7 +43,7 @@ class Experiment:
         self.R = min(PROTOCOLS[settings.protocol].R, len(self.split.database))
 
     def model(self) -> Model:
-        """The network as it is before training."""
+        """The network before training."""
         settings = self.settings
         torch.manual_seed(self.config.seed)
         assert settings.codewords is not None
@@ -67,13 +67,13 @@ class Experiment:
         return AlexNet.load(settings.backbone, size=settings.size)
 
     def train(self, folder: Path | None) -> tuple[Model, list[dict[str, float]]]:
-        """The trained network and the losses of every epoch; goes on with what is in the folder."""
+        """The trained network and the losses of every epoch; resumes from a checkpoint in the folder."""
         model = self.model()
         history = train(model, self.items, self.split.train, self.config, folder=folder)
         return model, history
 
     def trained(self, folder: Path, quantizer: RecurrentQuantizer) -> Model:
-        """The network of a training that is over; `quantizer` is what it has learnt."""
+        """The network of a finished training with its quantizer."""
         model = self.model()
         if model.head is None:
             model.quantizer.load_state_dict(quantizer.state_dict())
@@ -93,7 +93,7 @@ class Experiment:
 
 
 class ItemSource:
-    """The features of items as vectors to encode, read through the network."""
+    """Vectors to encode: the features of items, computed by the network as they are read."""
 
     def __init__(self, experiment: Experiment, model: Model, rows: Tensor) -> None:
         self.experiment, self.model, self.rows, self.dim = experiment, model, rows, model.quantizer.dim
@@ -102,7 +102,7 @@ class ItemSource:
         return len(self.rows)
 
     def identity(self) -> Any:
-        """The settings that decide which items these are."""
+        """The settings that identify these items."""
         settings = self.experiment.settings
         return dataclasses.asdict(settings) | {"seed": self.experiment.config.seed, "files": _state(settings.data)}
 
@@ -112,7 +112,7 @@ class ItemSource:
 
 
 def _state(paths: tuple[str, ...]) -> str:
-    """What changes with the names, sizes or times of files, those in folders, too."""
+    """A digest of the names, sizes and times of files, including those in folders."""
     digest = hashlib.blake2b(digest_size=16)
     for path in map(Path, paths):
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -122,7 +122,7 @@ def _state(paths: tuple[str, ...]) -> str:
 
 
 def read_items(settings: Settings) -> Items:
-    """The items of whatever kind the data are."""
+    """The items that `settings.data` names, of any kind."""
     first = Path(settings.data[0])
     if not first.exists():
         raise FileNotFoundError(f"train: {first} does not exist.")
@@ -139,5 +139,5 @@ def read_items(settings: Settings) -> Items:
 
 
 def _decoded(settings: Settings) -> int:
-    """Pixels of images as they are read: at most twice as many as the network sees, so that random parts are sharp."""
+    """Size at which images are read: at most twice that of the network, so that random crops stay sharp."""
     return max(settings.size, min(256, 2 * settings.size))

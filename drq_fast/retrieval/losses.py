@@ -1,7 +1,7 @@
-"""What shapes the features: the adaptive margin loss over word vectors and the triplet loss.
+"""The losses of the features: the adaptive margin loss over word vectors and the triplet loss.
 
-Labels are bool [N, C], one column per class; two images are alike if they share at least one. An image without labels
-is like no other and adds nothing. Each loss is 0, with gradients that are 0, where a batch has nothing to compare.
+Labels are bool [N, C], one column per class; two images are similar if they share at least one. An image without labels
+is similar to no other and adds nothing. If a batch has no pairs or triplets, loss and gradients are 0.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from .. import checks
 from .settings import MINING
 
-_NO_DIRECTION = 1e-6  # the length of z up to which its cosine counts as 0, so that gradients stay bounded
+_NO_DIRECTION = 1e-6  # a z of at most this length is not normalised, so that gradients stay bounded
 
 
 class Triplets(NamedTuple):
-    """Rows of a batch, [T] each: the positive shares a label with the anchor, the negative none."""
+    """Row numbers of a batch, [T] each: the positive shares a label with the anchor, the negative shares none."""
 
     anchor: Tensor
     positive: Tensor
@@ -30,7 +30,7 @@ def adaptive_margin_loss(z: Tensor, labels: Tensor, words: Tensor) -> Tensor:
     """l_s, the mean over images z [N, E] with labels [N, C] bool and word vectors [C, E].
 
     sum over i in the labels and j not in them of max(0, delta_ij - cos(v_i, z) + cos(v_j, z)), where the margin
-    delta_ij = 1 - cos(v_i, v_j) is wider between classes whose words mean different things.
+    delta_ij = 1 - cos(v_i, v_j) is larger for classes with less similar word vectors.
     """
     check_labels("adaptive_margin_loss", labels, len(z), z.device)
     if words.shape != (labels.shape[1], z.shape[1]):
@@ -59,7 +59,7 @@ def triplet_loss(anchor: Tensor, positive: Tensor, negative: Tensor, margin: flo
 def batch_triplet_loss(
     x: Tensor, labels: Tensor, margin: float, mining: str = "semi_hard", generator: torch.Generator | None = None
 ) -> Tensor:
-    """l_t over triplets that are found in the batch x [N, D] with labels [N, C] bool."""
+    """l_t over triplets mined in the batch x [N, D] with labels [N, C] bool."""
     with torch.autocast(x.device.type, enabled=False):
         distance = distances(_full(x))
         anchor, positive, negative = mine(distance.detach(), labels, mining, generator)
@@ -69,8 +69,8 @@ def batch_triplet_loss(
 def mine(distance: Tensor, labels: Tensor, mining: str, generator: torch.Generator | None = None) -> Triplets:
     """Triplets of a batch with distances [N, N] and labels [N, C] bool.
 
-    "semi_hard": every pair of anchor and positive with the nearest negative that is farther than the positive, or
-    with the farthest negative where none is. "random": one positive and one negative per anchor.
+    "semi_hard": every pair of anchor and positive with the nearest negative that is farther than the positive, or the
+    farthest negative if there is none. "random": one positive and one negative per anchor.
     """
     checks.choice("mine", "mining", mining, MINING)
     check_labels("mine", labels, len(distance), distance.device)
@@ -88,14 +88,14 @@ def mine(distance: Tensor, labels: Tensor, mining: str, generator: torch.Generat
 
 
 def distances(x: Tensor) -> Tensor:
-    """Euclidean distances [N, N] of x [N, D], with a gradient of 0 where one is 0."""
-    x = x - x.detach().mean(dim=0)  # vectors close together but far from 0 keep their digits
+    """Euclidean distances [N, N] of x [N, D]; the gradient of a distance of 0 is 0."""
+    x = x - x.detach().mean(dim=0)  # avoids cancellation for vectors far from 0
     squared = (x * x).sum(dim=1)
     return _root((squared[:, None] + squared - 2 * x @ x.T).clamp_min(0).fill_diagonal_(0))
 
 
 def similar(labels: Tensor, others: Tensor) -> Tensor:
-    """Which rows of labels [N, C] share at least one with which of others [L, C]: bool [N, L]."""
+    """bool [N, L]: whether row n of labels [N, C] and row l of others [L, C] share a label."""
     return (labels.float() @ others.float().T) > 0
 
 
@@ -105,24 +105,24 @@ def check_labels(op: str, labels: Tensor, count: int, device: torch.device) -> N
     if labels.dtype != torch.bool or labels.ndim != 2 or len(labels) != count:
         checks.fail(op, "labels", f"bool [{count}, C]", f"{labels.dtype} {checks.shape_of(labels)}")
     if labels.device != device:
-        checks.fail(op, "labels", f"on {device}, as the features are", f"a tensor on {labels.device}")
+        checks.fail(op, "labels", f"on {device}, like the features", f"a tensor on {labels.device}")
 
 
 def _draw(allowed: Tensor, generator: torch.Generator | None) -> Tensor:
-    """One of the allowed columns of each row, uniformly: [T]."""
+    """[T]: one of the allowed columns of each row, drawn uniformly."""
     if len(allowed) == 0:
         return allowed.new_empty(0, dtype=torch.int64)
-    weights = allowed.float().cpu()  # the generator's place, so that every rank draws alike
+    weights = allowed.float().cpu()  # where the generator is, so that every rank draws the same
     return torch.multinomial(weights, 1, generator=generator).squeeze(1).to(allowed.device)
 
 
 def _hinge(gap: Tensor, margin: float) -> Tensor:
-    """The mean of max(0, gap + margin), 0 where there is none."""
+    """The mean of max(0, gap + margin), or 0 if gap is empty."""
     return (gap + margin).clamp_min(0).sum() / max(len(gap), 1)
 
 
 def _full(x: Tensor) -> Tensor:
-    """In float32 at least."""
+    """x in at least float32."""
     return x if x.dtype == torch.float64 else x.float()
 
 

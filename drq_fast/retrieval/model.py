@@ -1,4 +1,4 @@
-"""The paper's network: a backbone, the head fc8 | fc9 and the recurrent quantizer; every ablation is one switch."""
+"""The paper's network: backbone, head (fc8 and fc9) and recurrent quantizer; `ablation` selects a variant."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .settings import ABLATIONS
 
 
 class ModelOutput(NamedTuple):
-    """x [N, D] and z [N, E] or None, the features; error: the quantizer's loss, 0 with no level."""
+    """Features x [N, D] and z [N, E] or None; error: the quantizer's loss, 0 if no level ran."""
 
     x: Tensor
     z: Tensor | None
@@ -21,10 +21,10 @@ class ModelOutput(NamedTuple):
 
 
 class Model(nn.Module):
-    """Batches to features x [N, dim] and their codes.
+    """Maps batches to features x [N, dim] and quantizes them.
 
-    backbone: a module with an attribute `dim`. words [C, E]: a vector per class, which fc9 is as wide as. dim: of x;
-    300 where an ablation leaves fc9 alone, the backbone's own where it leaves none. Further arguments go to the
+    backbone: a module with an attribute `dim`. words [C, E]: a vector per class; fc9 has width E. dim: of x; in
+    ablations with fc9 alone it is E, in those without a head that of the backbone. Further arguments are passed to the
     quantizer.
 
     >>> model = Model(EfficientNetLite0(), words)
@@ -61,12 +61,12 @@ class Model(nn.Module):
         self.quantizer = RecurrentQuantizer(width, codewords, levels, weights=self.setting.errors, **quantizer)
 
     def features(self, inputs: Tensor) -> Features:
-        """A batch as the backbone takes it to x [N, dim] and z [N, E] or None."""
+        """A batch for the backbone -> x [N, dim] and z [N, E] or None."""
         raw = self.backbone(inputs)
         return Features(raw, None) if self.head is None else self.head(raw)
 
     def forward(self, inputs: Tensor, levels: int = 0, detach: bool = False) -> ModelOutput:
-        """Features and the error of the first `levels` levels; `detach` keeps that error from the features."""
+        """Features and the error of the first `levels` levels, whose gradient `detach` keeps from the features."""
         x, z = self.features(inputs)
         if levels == 0:
             return ModelOutput(x, z, x.new_zeros(()))

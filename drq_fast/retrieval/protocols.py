@@ -1,4 +1,4 @@
-"""The five protocols of the paper: which images train, which ask and which answer."""
+"""The five protocols of the paper: training images, queries and database."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .settings import PROTOCOLS
 
 
 class Split(NamedTuple):
-    """Rows of a set of items, int64 and in order; query is disjoint from the others."""
+    """Row numbers of items, int64, ascending; query is disjoint from train and database."""
 
     train: Tensor
     query: Tensor
@@ -29,10 +29,10 @@ def split(
     train: int | None = None,
     query: int | None = None,
 ) -> Split:
-    """Rows of labels [N, C] bool to train, ask and answer with; `train` and `query` replace the protocol's counts.
+    """Draws training images, queries and database from labels [N, C] bool; `train` and `query` replace the counts.
 
-    Draws per class are united, so that an image of several classes counts once; a class with too few images gives all
-    it has, with a warning. "imagenet100-2" needs the `list_number` [N] of items read from two lists.
+    An image that is drawn for several classes is used once. If a class has too few images, all of them are used, with a
+    warning. "imagenet100-2" needs the `list_number` [N] of items read from two lists.
     """
     checks.choice("split", "protocol", protocol, tuple(PROTOCOLS))
     checks.tensor("split", "labels", labels)
@@ -62,7 +62,7 @@ def split(
 def _draw(
     labels: Tensor, allowed: Tensor, count: int, per_class: bool, generator: torch.Generator, what: str
 ) -> Tensor:
-    """Flags [N] of `count` of the allowed rows, of each class or in all."""
+    """Flags [N] of `count` of the allowed rows, per class or in total."""
     chosen = torch.zeros_like(allowed)
     groups = [(f"class {c}", labels[:, c]) for c in range(labels.shape[1])] if per_class else [("all", allowed)]
     for name, members in groups:

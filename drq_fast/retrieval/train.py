@@ -1,7 +1,7 @@
-"""The thin three-stage loop: features alone, then one level of codes, then all levels.
+"""Training in three stages: features alone, then one level of codes, then all levels.
 
-Everything random in a step comes from (seed, epoch, step, rank), so a run that was killed goes on from its last
-checkpoint to the same weights, bit by bit, and needs no state of any generator.
+All randomness of a step is derived from (seed, epoch, step, rank). A killed run therefore resumes from its last
+checkpoint and reaches the same weights, bit by bit, without stored generator states.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from .model import Model
 from .settings import Config
 
 CHECKPOINT = "checkpoint.safetensors"
-_SAMPLED = 16  # items that a checkpoint is told from one of other data by
+_SAMPLED = 16  # items whose values a checkpoint records, to detect other data
 
 
 class Losses(NamedTuple):
-    """Of one batch, or their means over an epoch; error is the quantizer's."""
+    """Losses of one batch, or their means over an epoch; error is the quantizer's loss."""
 
     semantic: Any
     triplet: Any
@@ -46,13 +46,13 @@ class Losses(NamedTuple):
 
 
 class _Ranks(NamedTuple):
-    """This process among those of torch.distributed."""
+    """The rank of this process and the number of processes in torch.distributed."""
 
     rank: int
     world: int
 
     def gather(self, x: Tensor) -> Tensor:
-        """The rows of all processes in one order; gradients reach those of this process."""
+        """The rows of all processes in a fixed order; gradients flow to the rows of this process."""
         if self.world == 1:
             return x
         parts = [torch.empty_like(x) for _ in range(self.world)]
@@ -63,7 +63,7 @@ class _Ranks(NamedTuple):
 
 @dataclasses.dataclass
 class _Position:
-    """Where a run stands: steps done in an epoch, the sums of their losses, and the means of the epochs before."""
+    """The position of a run: steps done in the epoch, the sums of their losses, and the means of earlier epochs."""
 
     epoch: int = 0
     step: int = 0
@@ -76,12 +76,12 @@ class _Position:
         self.sums = [total + float(loss.detach()) for total, loss in zip(self.sums, losses, strict=True)]
 
     def next_epoch(self, levels: int) -> None:
-        """Notes the means of an epoch that is over."""
+        """Records the means of a finished epoch."""
         self.history.append({"levels": levels, **self.means()._asdict()})
         self.epoch, self.step, self.sums = self.epoch + 1, 0, [0.0, 0.0, 0.0]
 
     def means(self) -> Losses:
-        """Of the steps done in this epoch."""
+        """Mean losses of the steps done in this epoch."""
         return Losses(*(total / max(self.step, 1) for total in self.sums))
 
 
@@ -93,11 +93,11 @@ def train(
     *,
     folder: str | os.PathLike[str] | None = None,
 ) -> list[dict[str, float]]:
-    """Trains the model in place on these rows of the items, all by default; returns the mean losses of every epoch.
+    """Trains the model in place on these rows of the items, by default all; returns the mean losses of every epoch.
 
-    With a folder the run can be killed at any moment: started again with the same arguments, it goes on where its
-    last checkpoint was. Under torch.distributed every process takes its part of each batch, triplets are found in
-    the whole of it, and rank 0 writes. The model stays on its device and ends in eval mode.
+    With a folder the run can be killed at any moment; the same call resumes from its last checkpoint. Under
+    torch.distributed every process takes its part of each batch, triplets are mined in the whole batch, and rank 0
+    writes checkpoints. The model stays on its device and ends in eval mode.
     """
     config = config or Config()
     rows = _rows("train", rows, len(items))
@@ -120,7 +120,7 @@ def train(
 
 
 class _Run:
-    """One training: what it is made of, and where it stands."""
+    """The state of one training."""
 
     def __init__(self, model: Model, items: Items, rows: Tensor, config: Config, path: Path | None) -> None:
         distributed = dist.is_available() and dist.is_initialized()
@@ -147,11 +147,11 @@ class _Run:
 
     @property
     def done(self) -> int:
-        """Steps of the whole run."""
+        """Steps done in the whole run."""
         return self.position.epoch * self.steps + self.position.step
 
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint must have been made with. How often it is written and by how many workers may differ."""
+        """The settings that a checkpoint must match: all but checkpoint interval and number of workers."""
         config = dataclasses.asdict(self.config)
         for name in ("workers", "checkpoint_seconds"):
             del config[name]
@@ -169,7 +169,7 @@ class _Run:
         }
 
     def epoch(self, bar: Any) -> None:
-        """What is left of an epoch."""
+        """Runs the remaining steps of an epoch."""
         levels = self.config.levels(self.position.epoch, self.model.quantizer.levels)
         self.train_mode()
         if levels and not self.model.quantizer.initialised:
@@ -185,7 +185,7 @@ class _Run:
             self.save()
 
     def batches(self) -> list[Tensor]:
-        """This process's rows of every batch; what does not fill a batch is left out, and comes in another epoch."""
+        """This process's rows of every batch; an incomplete last batch is dropped (rows are reshuffled every epoch)."""
         generator = torch.Generator().manual_seed(_seed(self.config.seed, self.position.epoch))
         order = self.rows[torch.randperm(len(self.rows), generator=generator)[: self.steps * self.batch]]
         return [batch.chunk(self.ranks.world)[self.ranks.rank] for batch in order.split(self.batch)]
@@ -198,10 +198,10 @@ class _Run:
         inputs, labels = self.view(inputs), labels.to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=config.amp):
             output = self.module(levels)(inputs, levels, config.detach)
-        # Every process looks for triplets in the whole batch, and has to draw the same ones.
+        # Every process mines triplets in the whole batch and must draw the same ones.
         generator = torch.Generator().manual_seed(_seed(*place, -1))
         semantic, triplet = self.supervision(output.x, output.z, labels, generator)
-        # Gradients are averaged over processes, but those of the triplets have to be added up.
+        # DDP averages gradients over processes, but those of the triplets must be summed.
         total = config.semantic * semantic + config.triplet * self.ranks.world * triplet
         total = total + config.quantization * output.error
         if not math.isfinite(total.item()):
@@ -212,7 +212,7 @@ class _Run:
         return Losses(semantic, triplet, output.error)
 
     def view(self, inputs: Tensor) -> Tensor:
-        """A batch as it is trained with."""
+        """A batch as used in training: augmented if it has images."""
         inputs = inputs.to(self.device)
         if not self.config.augment or inputs.ndim != 4:
             return inputs
@@ -221,13 +221,13 @@ class _Run:
 
     @torch.no_grad()
     def views(self) -> Tensor:
-        """x [n, dim] of all batches as they are trained with, augmented and with dropout, up to four times.
+        """x [n, dim] of all batches as in training, augmented and with dropout, up to four times.
 
-        Codewords that start from these suit images that the network has not seen better than those that start from
-        training images as they are, which it has learnt to tell apart.
+        The network separates training images better than new ones, so codewords fitted to plain training features
+        would suit new images less well.
         """
         torch.manual_seed(_seed(self.config.seed, self.position.epoch, -1, self.ranks.rank))
-        wanted = 64 * self.model.quantizer.codewords  # as many as `initialise` looks at
+        wanted = 64 * self.model.quantizer.codewords  # as many as `initialise` uses
         times = min(4, -(-wanted // (self.steps * self.batch)))
         parts = []
         for _, inputs in _loaded(self.items, self.batches() * times, self.config.workers):
@@ -238,7 +238,7 @@ class _Run:
     def supervision(
         self, x: Tensor, z: Tensor | None, labels: Tensor, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """l_s and l_t, 0 where the ablation leaves one out."""
+        """l_s and l_t; a loss that the ablation removes is 0."""
         semantic = triplet = x.new_zeros((), dtype=torch.float32)
         if self.model.setting.semantic and z is not None:
             semantic = adaptive_margin_loss(z, labels, self.model.words)
@@ -248,7 +248,7 @@ class _Run:
         return semantic, triplet
 
     def module(self, levels: int) -> nn.Module:
-        """The model as it is called: itself, or wrapped for several processes, anew where other parameters are used."""
+        """The model, wrapped in DDP for several processes; wrapped again when the set of used parameters changes."""
         if self.ranks.world == 1:
             return self.model
         quantized = levels > 0
@@ -257,21 +257,21 @@ class _Run:
         return self.wrapped[quantized]
 
     def set_rates(self) -> None:
-        """The rates of this step."""
+        """Sets the learning rates of this step."""
         done = self.done / self.total
         factor = 0.5 * (1 + math.cos(math.pi * done)) if self.config.schedule == "cosine" else 1.0
         for group in self.optimiser.param_groups:
             group["lr"] = group["base"] * factor
 
     def train_mode(self) -> None:
-        """Training mode, but for batch norms that stay as they are."""
+        """Sets training mode, except for frozen batch norms."""
         self.model.train()
         if self.config.freeze_norms:
             for norm in _norms(self.model):
                 norm.eval()
 
     def save(self) -> None:
-        """A checkpoint, by one process."""
+        """Writes a checkpoint, on rank 0."""
         if self.path is not None and self.ranks.rank == 0:
             position = dataclasses.asdict(self.position)
             checkpoint.save(self.path, self.model, self.optimiser, self.settings(), position)
@@ -282,7 +282,7 @@ class _Run:
 def features(
     model: Model, items: Items, rows: Tensor | None = None, *, batch: int = 256, workers: int = 0, amp: bool = False
 ) -> Tensor:
-    """x [n, dim] in float32 of these rows, in eval mode and with a progress bar; the model's mode stays."""
+    """x [n, dim] in float32 of these rows, computed in eval mode with a progress bar; restores the model's mode."""
     rows = _rows("features", rows, len(items))
     checks.integer("features", "batch", batch, 1)
     checks.integer("features", "workers", workers, 0)
@@ -303,7 +303,7 @@ def features(
 
 
 def _rows(op: str, rows: Any, N: int) -> Tensor:
-    """Row numbers [n] int64 below N; all of them for None."""
+    """Row numbers [n] int64 below N; all rows for None."""
     if rows is None:
         return torch.arange(N)
     numbers = checks.id_array(op, "rows", rows)
@@ -316,7 +316,7 @@ def _rows(op: str, rows: Any, N: int) -> Tensor:
 
 
 def _loaded(items: Items, batches: Sequence[Tensor], workers: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """(rows, inputs) of every batch, read by worker processes if there are any."""
+    """(rows, inputs) of every batch, read by worker processes if `workers` > 0."""
     wanted = [batch.tolist() for batch in batches]
     workers = min(workers, len(wanted))
     loader: DataLoader[Tensor] = DataLoader(
@@ -326,13 +326,13 @@ def _loaded(items: Items, batches: Sequence[Tensor], workers: int) -> Iterator[t
         yield from zip(batches, loader, strict=True)
     except (FileError, OSError, ImportError) as error:
         _, kind, said = str(error).rpartition(f"{type(error).__name__}: ")
-        if kind and str(error).startswith("Caught "):  # in a worker, whose traceback torch puts before what it said
+        if kind and str(error).startswith("Caught "):  # torch puts the traceback of the worker before its message
             raise type(error)(said.strip()) from None
         raise
 
 
 def _optimiser(model: Model, config: Config) -> torch.optim.Optimizer:
-    """Adam, with decoupled weight decay, for the new layers and for the backbone."""
+    """Adam with decoupled weight decay, with one rate for the new layers and one for the backbone."""
     frozen = {id(p) for norm in _norms(model) for p in norm.parameters()} if config.freeze_norms else set()
     backbone = {id(p) for p in model.backbone.parameters()}
     trained = [p for p in model.parameters() if id(p) not in frozen]
