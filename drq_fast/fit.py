@@ -73,9 +73,9 @@ def fit(
 ) -> Fitted:
     """Minimises sum_m omega[m] ||x - xhat_m||^2 for x [N, D] float32, N >= 1; returns the best codec of all rounds.
 
-    omega [M]: equal weights if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, in the
-    last tenth with a beam), solves for scale and codebook, and adds noise that decreases to 0. Where N is large, the
-    first rounds use the even and the odd rows in turn. Deterministic given `seed`; without one a seed is drawn from
+    omega [M]: equal weights if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, or in
+    the last tenth with a beam), solves for scale and codebook, and adds noise that decreases to 0. With many rows, the
+    first rounds use the even and the odd ones in turn. Deterministic given `seed`; without one a seed is drawn from
     torch's global generator. On Ctrl-C it returns the best codec so far.
     """
     generator = seeded(seed)
