@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,3 +120,32 @@ def test_adding_and_removing_one_by_one_is_linear():
         taken.append(time.perf_counter() - start)
         assert len(index) == 900_000
     assert min(taken) < 0.1
+
+
+def test_own_ids_through_many_small_changes_are_where_a_dictionary_says():
+    """Sorted runs of ids merge, ids come back after a removal, rows are compacted: every id keeps its newest code."""
+    generator = np.random.default_rng(0)
+    index, model, x = Index(LAYER, "l2"), {}, torch.randn(64, 5, generator=torch.Generator().manual_seed(3))
+    codes = LAYER.encode(x)
+    for _ in range(300):
+        ids = generator.choice(200, size=generator.integers(1, 12), replace=False)
+        known = [i for i in ids.tolist() if i in model]
+        fresh = [i for i in ids.tolist() if i not in model]
+        rows = generator.integers(64, size=len(ids)).tolist()
+        change = generator.integers(3)
+        if change == 0 and known:
+            index.remove(known)
+            model = {i: row for i, row in model.items() if i not in known}
+        elif change == 1 and fresh:
+            index.add(x[rows[: len(fresh)]], ids=fresh)
+            model |= dict(zip(fresh, rows, strict=False))
+        elif change == 2:
+            index.upsert(x[rows], ids)
+            model |= dict(zip(ids.tolist(), rows, strict=True))
+        assert len(index) == len(model)
+        assert dict(zip(index.ids.tolist(), index.codes.tolist(), strict=True)) == {
+            i: codes[row].tolist() for i, row in model.items()
+        }
+        for i in [*known, *fresh][:2]:  # found alone, or not at all
+            found = index.search(x[:1], k=1, keep=[i]).ids.item()
+            assert found == (i if i in model else -1)

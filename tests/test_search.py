@@ -134,3 +134,25 @@ def test_an_interruption_ends_a_search_between_batches(monkeypatch):
     finally:
         torch.set_num_threads(before)
     assert len(scanned) < 1024
+
+
+@needs_native
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("D", [7, 64, 300])
+def test_scores_depend_neither_on_the_batch_nor_on_strides_and_threads(codec, metric, D):
+    x, codebook, scale, offset = codec(N=3000, D=D, K=64, M=3)
+    codes, query = functional.encode(x, codebook, scale, offset=offset), x[:150] + 0.1
+    options = {"k": 5, "metric": metric, "offset": offset}
+    whole = functional.search(query, codes, codebook, scale, **options)
+    strided = torch.empty(150, 2 * D)[:, ::2].copy_(query)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        others = [functional.search(strided, codes, codebook, scale, **options)]
+        alone = [functional.search(query[q : q + 1], codes, codebook, scale, **options) for q in range(150)]
+        others.append(type(whole)(*(torch.cat(part) for part in zip(*alone, strict=True))))
+    finally:
+        torch.set_num_threads(threads)
+    for other in others:
+        assert torch.equal(other.scores, whole.scores)
+        assert torch.equal(other.positions, whole.positions)
