@@ -24,9 +24,10 @@ _BLOCK = 1 << 24  # floats of x, times the width of the beam, between two update
 class Codec(Parameters):
     """codebook [K, D], scale [M] and offset [D] or None, copied as float32 and never changed; safe for threads.
 
-    What encoding and search derive from them, such as C C^T, is computed once and kept. level_weights [M]: how much the
-    error after each level counts when a beam compares codes; by default the full length counts most. `layer.codec()`
-    makes one of a trained layer. Equal codecs compare equal; a codec can be pickled.
+    Tables that encoding and search derive from them, such as C C^T, are computed once and kept: do not write into the
+    tensors. level_weights [M]: how much the error after each level counts when a beam compares codes; by default the
+    full length counts most. `layer.codec()` makes a codec of a trained layer. Codecs compare by value and can be
+    pickled.
 
     >>> codec = layer.codec()
     >>> codes = codec.encode(x)
@@ -65,6 +66,9 @@ class Codec(Parameters):
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"Codec: {name} cannot be set; make another codec instead.")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"Codec: {name} cannot be deleted; make another codec instead.")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Codec) or self.level_weights != other.level_weights:

@@ -209,7 +209,7 @@ def search(
     >>> scores, positions = search(query, codes, codebook, scale, k=10)
     """
     codes = _check_search("search", query, codes, codebook, scale, offset, metric, levels, norms)
-    checks.integer("search", "k", k, 1)
+    k = checks.integer("search", "k", k, 1)
     checks.mask("search", keep, len(codes), codebook.device)
     codec = Parameters(codebook, scale, offset)
     unsupported = backends.cannot_search(query, codes, codec, norms)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+import threading
 import time
 from collections.abc import Callable
 
@@ -9,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from drq_fast import Index, RecurrentQuantizer
+from drq_fast import Index, RecurrentQuantizer, use_backend
 
 X = torch.randn(300, 5, generator=torch.Generator().manual_seed(0))
 LAYER = RecurrentQuantizer(5, 16, 3)
@@ -149,3 +152,72 @@ def test_own_ids_through_many_small_changes_are_where_a_dictionary_says():
         for i in [*known, *fresh][:2]:  # found alone, or not at all
             found = index.search(x[:1], k=1, keep=[i]).ids.item()
             assert found == (i if i in model else -1)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))])
+def test_a_copy_shares_no_rows(copied):
+    index = Index(LAYER)
+    index.add(X[:20])
+    index.add(X[20:23])  # leaves room for more
+    index.remove([0])
+    other = copied(index)
+    index.add(X[50:55])
+    codes = index.codes
+    other.add(X[60:65])
+    other.remove([3])
+    assert torch.equal(index.codes, codes)
+    assert len(index) == len(index.ids) == 27
+    assert len(other) == len(other.ids) == 26
+
+
+def test_copies_during_removals_are_whole():
+    index = Index(LAYER)
+    index.add_codes(LAYER.encode(X).repeat(700, 1))
+    stop = threading.Event()
+
+    def remove() -> None:
+        for i in range(0, 100_000, 7):
+            if stop.is_set():
+                return
+            index.remove([i])
+
+    thread = threading.Thread(target=remove)
+    thread.start()
+    try:
+        for _ in range(10):
+            other = copy.deepcopy(index)
+            assert len(other) == len(other.ids)
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_metric_and_codec_are_read_only():
+    index = Index(LAYER)
+    for name in ("metric", "codec"):
+        with pytest.raises(AttributeError):
+            setattr(index, name, "ip")
+
+
+def test_norms_fall_back_where_a_forced_backend_has_none():
+    index = Index(LAYER, "l2")
+    index.add(X)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("drq_fast.backends.native.extension.MAX_CODEWORDS", 8)
+        with use_backend("native"):
+            forced = index.search(X[:3])
+    assert (forced.ids >= 0).all()
+    assert torch.equal(forced.ids, index.search(X[:3]).ids)
+
+
+@pytest.mark.parametrize("Q", [1, 31, 33])
+def test_filters_that_keep_few_rows(Q):
+    index, kept = Index(LAYER), torch.tensor([3, 77, 20_000])
+    index.add_codes(LAYER.encode(X).repeat(100, 1))
+    ids = index.search(X[:Q], k=5, keep=kept).ids
+    assert (ids[:, 3:] == -1).all()
+    assert torch.equal(ids[:, :3].sort(dim=1).values, kept.expand(Q, 3))
+    everything = index.search(X[:Q], k=30_000)
+    for q in range(Q):
+        among = [i for i in everything.ids[q].tolist() if i in kept.tolist()]
+        assert ids[q, :3].tolist() == among

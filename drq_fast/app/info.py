@@ -59,7 +59,7 @@ def format_info(facts: dict[str, Any]) -> str:
         f"{'CUDA':9} extension: {cuda['in the extension']}; driver: {cuda['driver']}; torch: {cuda['in torch']}"
     )
     lines.append(f"{'GPUs':9} {', '.join(cuda['devices']) or 'none'}")
-    lines += ["", f"{'operation':12}{'device':8}{'backend':9}why not a faster one"]
+    lines += ["", f"{'operation':15}{'device':8}{'backend':9}why not a faster one"]
     for device, rows in facts["backends"].items():
-        lines += [f"{row['operation']:12}{device:8}{row['backend']:9}{row['why not']}".rstrip() for row in rows]
+        lines += [f"{row['operation']:15}{device:8}{row['backend']:9}{row['why not']}".rstrip() for row in rows]
     return "\n".join(lines)

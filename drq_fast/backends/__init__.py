@@ -190,6 +190,14 @@ def cannot_add_norms(codec: Parameters) -> str | None:
     return cannot_differentiate(codec)
 
 
+def choose_for_norms(device: str, codec: Parameters) -> ModuleType:
+    """The backend for the squared norms of an index, which nobody asks for by name: torch where another has none."""
+    try:
+        return choose("squared_norms", device, None, cannot_add_norms(codec))
+    except BackendUnavailable:
+        return plain_torch
+
+
 def _warn_once_if_not_built() -> None:
     global _warned
     if extension.native is None and not _warned:

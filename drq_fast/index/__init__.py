@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Iterable
@@ -60,7 +61,7 @@ class Index:
         self._take(codec, metric, Rows(codes, None, None, size=0, removed=0, next_id=0, generation=0), None)
 
     def _take(self, codec: Codec, metric: str, rows: Rows, mapped: file.Mapped | None) -> None:
-        self.codec, self.metric = codec, metric
+        self._codec, self._metric = codec, metric
         self._lock = threading.RLock()  # held while rows change and while a search notes what it will scan
         self._mapped = mapped
         self._places = Places()
@@ -78,18 +79,37 @@ class Index:
         self.__dict__.update(_rows=rows, _norms=known or {}, _views={})
 
     def __getstate__(self) -> dict[str, Any]:
+        """Copies, made under the lock: a pickle or a copy shares no memory with an index that goes on changing."""
         with self._lock:
             state = {name: value for name, value in self.__dict__.items() if name != "_lock"}
-            return state | {"_norms": dict(self._norms), "_views": {}, "_places": Places()}
+            return state | {
+                "_rows": self._rows.copied(),
+                "_norms": dict(self._norms),
+                "_views": {},
+                "_places": Places(),
+            }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _lock=threading.RLock())
+
+    def __copy__(self) -> Index:
+        return copy.deepcopy(self)
 
     def __len__(self) -> int:
         return self._rows.living_count()
 
     def __repr__(self) -> str:
         return f"Index({len(self)} vectors of {self.dim} dimensions in {self.bits} bits, metric={self.metric!r})"
+
+    @property
+    def codec(self) -> Codec:
+        """What encodes and decodes the vectors."""
+        return self._codec
+
+    @property
+    def metric(self) -> str:
+        """What the index is searched by: "l2", "ip" or "cosine"."""
+        return self._metric
 
     @property
     def dim(self) -> int:
@@ -144,6 +164,8 @@ class Index:
 
     def upsert(self, x: Array, ids: Array | Iterable[int], *, beam: int = 1) -> Array:
         """`add` that replaces the vectors whose ids are in the index already; they count as new from then on."""
+        if ids is None:
+            checks.fail("upsert", "ids", "given", "None", error=TypeError)
         return checks.in_kind(self._append("upsert", self._encode("upsert", x, beam), ids, replace=True), x)
 
     def add_codes(self, codes: Array, ids: Array | Iterable[int] | None = None) -> Array:
@@ -331,6 +353,7 @@ class Index:
         if query.shape[0] <= step:
             return column.search(query, codes, codec, k, self.metric, known, mask, finite=True)
         parts = []
+        checks.finite("search", "query", query, torch.float32)
         with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=None, leave=False) as bar:
             for part in query.split(step):
                 parts.append(column.search(part, codes, codec, k, self.metric, known, mask, finite=True))

@@ -18,7 +18,7 @@ def extended_norms(known: Norms, codes: Tensor, codec: Codec, metric: str) -> Te
     norms = known.get(length)
     if norms is None or norms.shape[0] < codes.shape[0]:
         with modes.plain(codes.device):
-            column = backends.choose("squared_norms", codes.device.type, None, backends.cannot_add_norms(codec))
+            column = backends.choose_for_norms(codes.device.type, codec)
             before = torch.empty(0, dtype=torch.float32, device=codes.device) if norms is None else norms
             norms = known[length] = torch.cat([before, column.squared_norms(codes[len(before) :], codec, metric)])
     return norms

@@ -47,6 +47,12 @@ class Rows(NamedTuple):
         codes, ids = self.living()
         return Rows(codes, ids, None, len(codes), 0, self.next_id, self.generation + 1)
 
+    def copied(self) -> Rows:
+        """The same in memory of its own, without room for more."""
+        codes, ids, alive = (None if part is None else part.clone() for part in self.used())
+        assert codes is not None
+        return self._replace(codes=codes, ids=ids, alive=alive)
+
     def marks(self) -> Tensor:
         """`alive`, made where nothing has been removed yet."""
         if self.alive is not None:

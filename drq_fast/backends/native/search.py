@@ -22,7 +22,7 @@ _METRICS = {"l2": 0, "ip": 1, "cosine": 2}
 _QUERIES = 1024  # queries of one call of the scan: Ctrl-C is noticed in between
 _RESULTS = 1 << 22  # results [queries, k] of one call
 _LARGE = 1 << 22  # bytes from which large pages pay
-_FILTERED = 32  # queries from which it pays to copy the few codes that a filter keeps
+_FILTERED = 32  # queries from which it pays to copy the codes that a filter keeps, if they are less than half
 
 
 _NO_POSITIONS = torch.empty(0, dtype=torch.int64, device="cpu")
@@ -76,8 +76,8 @@ def search(
         norms = (squared_norms if small else definition.squared_norms)(codes, codec, metric)
     codes = _dense_rows(codes)
     some = None
-    if keep is not None and query.shape[0] >= _FILTERED:
-        some = _few_rows(keep)
+    if keep is not None:
+        some = _few_rows(keep, query.shape[0])
         codes, norms, keep = _only(some, codes, norms, keep)
     scan = _scan_cpu if query.device.type == "cpu" else _scan_cuda
     scores, positions = scan(query, codes, codec, k, metric, norms, keep, finite)
@@ -324,11 +324,16 @@ def _dense_floats(values: Tensor) -> Tensor:
     return values if dense else values.detach().float().contiguous()
 
 
-def _few_rows(keep: Tensor) -> Tensor | None:
-    """The rows that a filter [N] keeps; None if they are half of all or more, so that copying them would not pay."""
+def _few_rows(keep: Tensor, queries: int) -> Tensor | None:
+    """The rows that a filter [N] keeps, where copying them pays, else None: a scan that skips most rows is slow.
+
+    It pays for less than half of the rows if there are many queries, and for very few rows always. A sample tells.
+    """
 
     def rows() -> Tensor | None:
-        return None if 2 * int(keep.count_nonzero()) >= len(keep) else keep.nonzero().squeeze(1)
+        sample = keep[:: max(1, keep.shape[0] // 1024)]
+        share = 1 / 2 if queries >= _FILTERED else 1 / 64
+        return None if int(sample.count_nonzero()) >= share * sample.shape[0] else keep.nonzero().squeeze(1)
 
     return single_threaded(rows) if keep.device.type == "cpu" else rows()
 

@@ -73,7 +73,10 @@ def in_threads(work: Callable[[int, slice], None], N: int) -> None:
 
     def run(part: int) -> None:
         _current.interrupted = interrupted
-        work(part, slice(N * part // parts, N * (part + 1) // parts))
+        try:
+            work(part, slice(N * part // parts, N * (part + 1) // parts))
+        finally:
+            _current.interrupted = None
 
     tasks: list[Future[None]] = []
     try:
