@@ -288,3 +288,19 @@ def test_an_interruption_ends_the_work_of_all_threads():
     time.sleep(0.1)
     assert tuple(done) == at_once
     assert max(done) < 2000
+
+
+def test_an_error_in_a_thread_does_not_end_later_work_early():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+
+    def fail(part: int, rows: slice) -> None:
+        raise ValueError("on purpose")
+
+    try:
+        with pytest.raises(ValueError, match="on purpose"):
+            threads.in_threads(fail, 4000)
+        whole = [slice(0, 2), slice(2, 4)]
+        assert threads.in_parallel([lambda: list(threads.tiles(slice(0, 4), 2))] * 4) == [whole] * 4
+    finally:
+        torch.set_num_threads(before)

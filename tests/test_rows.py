@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from drq_fast import Index, RecurrentQuantizer, use_backend
+from drq_fast import Index, RecurrentQuantizer, functional, use_backend
 
 X = torch.randn(300, 5, generator=torch.Generator().manual_seed(0))
 LAYER = RecurrentQuantizer(5, 16, 3)
@@ -221,3 +221,14 @@ def test_filters_that_keep_few_rows(Q):
     for q in range(Q):
         among = [i for i in everything.ids[q].tolist() if i in kept.tolist()]
         assert ids[q, :3].tolist() == among
+
+
+def test_numbers_of_numpy_and_missing_ids():
+    index = Index(LAYER)
+    index.add(X)
+    codec = index.codec
+    found = functional.search(X[:2], index.codes, codec.codebook, codec.scale, offset=codec.offset, k=np.int64(3))
+    assert torch.equal(found.positions, index.search(X[:2], k=np.int64(3)).ids)
+    with pytest.raises(TypeError, match="upsert: ids must be given, got None"):
+        index.upsert(X[:2], None)
+    assert len(index) == 300
