@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import drq_fast
 from drq_fast import BackendUnavailable, backends, functional, use_backend
 from drq_fast.app import cli, info
 from drq_fast.backends.native import extension
+from drq_fast.backends.types import Parameters
 
 CPU = "cpu"
 needs_native = pytest.mark.skipif(extension.native is None, reason="the extension is not built")
@@ -142,3 +144,13 @@ def test_works_without_triton(tmp_path):
     script = "import drq_fast, sys; drq_fast.RecurrentQuantizer(4); assert 'triton' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment)
+
+
+def test_more_levels_than_the_cuda_search_holds_are_a_reason_for_torch(codec):
+    x, codebook, scale, _ = codec()
+    parameters = Parameters(codebook, scale, None)
+    query = SimpleNamespace(device=torch.device("cuda"), dtype=torch.float32)  # no GPU is needed to decide
+    long, longer = (torch.zeros(2, extension.MAX_LEVELS + more, dtype=torch.uint8) for more in (0, 1))
+    assert backends.cannot_search(query, long, parameters, None) is None
+    assert "the codes have" in backends.cannot_search(query, longer, parameters, None)
+    assert backends.cannot_search(x, longer, parameters, None) is None  # on the CPU
