@@ -6,6 +6,7 @@
 #endif
 
 #include <cstdint>
+#include <cstdlib>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -37,33 +38,17 @@ struct At {
   }
 };
 
-// What Python calls Search: the job, and the queries if their table is to be computed.
-struct SearchJob {
-  drq::Search job;
-  drq::Queries queries;
-};
-
 // A codec as the search takes it: what is the same for all queries.
 struct Columns {
   Address columns, scale, offset;
   int64_t K, D;
 };
 
-SearchJob search_by_table(Address table, Address constants, Address lengths, Address scale, int64_t K, Address codes,
-                          Address norms, Address keep, Address scores, Address positions, int64_t Q, int64_t N,
-                          int64_t M, int64_t k, int64_t stride, int metric, bool wide) {
-  return {{At{table}, At{scale}, At{codes}, At{norms}, At{constants}, At{lengths}, At{keep}, At{scores}, At{positions},
-           Q, N, K, M, k, stride, metric, wide},
-          {}};
-}
-
-SearchJob search_by_query(const Columns& codec, Address query, Address codes, Address norms, Address keep,
-                          Address scores, Address positions, int64_t Q, int64_t N, int64_t M, int64_t k, int64_t stride,
-                          int metric, bool wide) {
-  return {{nullptr, At{codec.scale}, At{codes}, At{norms}, nullptr, nullptr, At{keep}, At{scores}, At{positions}, Q, N,
-           codec.K, M, k, stride, metric, wide},
-          {At{query}, At{codec.columns}, At{codec.offset}, codec.D}};
-}
+// Codes to be searched by queries whose products with the codewords are part of the search.
+struct Database {
+  drq::Search job;
+  drq::Queries queries;
+};
 
 // A member as an attribute: a pointer as an integer, anything else as it is.
 template <auto kMember, class Class>
@@ -89,13 +74,43 @@ void def_jobs(py::module_& module) {
              return Columns{columns, scale, offset, K, D};
            }),
            py::kw_only(), arg("columns"), arg("scale"), arg("offset"), arg("K"), arg("D"));
-  py::class_<SearchJob>(module, "Search")
-      .def(py::init(&search_by_query), py::kw_only(), arg("codec"), arg("query"), arg("codes"), arg("norms"),
-           arg("keep"), arg("scores"), arg("positions"), arg("Q"), arg("N"), arg("M"), arg("k"), arg("stride"),
-           arg("metric"), arg("wide"))
-      .def(py::init(&search_by_table), py::kw_only(), arg("table"), arg("constants"), arg("lengths"), arg("scale"),
-           arg("K"), arg("codes"), arg("norms"), arg("keep"), arg("scores"), arg("positions"), arg("Q"), arg("N"),
-           arg("M"), arg("k"), arg("stride"), arg("metric"), arg("wide"));
+  py::class_<Database>(module, "Database")
+      .def(py::init([](const Columns& codec, Address codes, Address norms, Address keep, int64_t N, int64_t M,
+                       int64_t stride, int metric, bool wide) {
+             Database database{};
+             drq::Search& job = database.job;
+             job.scale = At{codec.scale}, job.codes = At{codes}, job.norms = At{norms}, job.keep = At{keep};
+             job.N = N, job.K = codec.K, job.M = M, job.stride = stride, job.metric = metric, job.wide = wide;
+             database.queries = {nullptr, At{codec.columns}, At{codec.offset}, codec.D};
+             return database;
+           }),
+           py::kw_only(), arg("codec"), arg("codes"), arg("norms"), arg("keep"), arg("N"), arg("M"), arg("stride"),
+           arg("metric"), arg("wide"));
+  py::class_<drq::Search>(module, "Search")
+      .def(py::init([](Address table, Address constants, Address lengths, Address scale, int64_t K, Address codes,
+                       Address norms, Address keep, Address scores, Address positions, int64_t Q, int64_t N, int64_t M,
+                       int64_t k, int64_t stride, int metric, bool wide) {
+             return drq::Search{At{table},
+                                At{scale},
+                                At{codes},
+                                At{norms},
+                                At{constants},
+                                At{lengths},
+                                At{keep},
+                                At{scores},
+                                At{positions},
+                                Q,
+                                N,
+                                K,
+                                M,
+                                k,
+                                stride,
+                                metric,
+                                wide};
+           }),
+           py::kw_only(), arg("table"), arg("constants"), arg("lengths"), arg("scale"), arg("K"), arg("codes"),
+           arg("norms"), arg("keep"), arg("scores"), arg("positions"), arg("Q"), arg("N"), arg("M"), arg("k"),
+           arg("stride"), arg("metric"), arg("wide"));
   py::class_<drq::Norms>(module, "Norms")
       .def(py::init([](Address gram, Address scale, Address inner, float constant, Address codes, Address norms,
                        int64_t N, int64_t K, int64_t M, int64_t stride, bool wide) {
@@ -193,13 +208,11 @@ void def_cuda(py::module_& module) {
       "lookup_cuda", [](const drq::Lookup& job, Address stream) { raise(drq::lookup_cuda(job, At{stream})); },
       arg("job"), arg("stream"));
   module.def(
-      "search_cuda_workspace", [](const SearchJob& search) { return drq::search_cuda_workspace(search.job); },
-      arg("job"));
+      "search_cuda_workspace", [](const drq::Search& job) { return drq::search_cuda_workspace(job); }, arg("job"));
   module.def(
       "search_cuda",
-      [](const SearchJob& search, Address workspace, Address stream) {
-        if (search.queries.rows != nullptr) throw py::value_error("search_cuda: table must be given.");
-        raise(drq::search_cuda(search.job, At{workspace}, At{stream}));
+      [](const drq::Search& job, Address workspace, Address stream) {
+        raise(drq::search_cuda(job, At{workspace}, At{stream}));
       },
       arg("job"), arg("workspace"), arg("stream"));
 }
@@ -223,10 +236,22 @@ PYBIND11_MODULE(_C, module) {
       arg("codebook"), arg("columns"), arg("K"), arg("D"));
   module.def(
       "search_cpu",
-      [](const SearchJob& search, const std::string& isa, int threads) {
+      [](const Database& database, Address query, Address scores, Address positions, int64_t Q, int64_t k,
+         const std::string& isa, int threads) {
+        const int chosen = index_of(isa);
+        drq::Search job = database.job;
+        drq::Queries queries = database.queries;
+        job.scores = At{scores}, job.positions = At{positions}, job.Q = Q, job.k = k, queries.rows = At{query};
+        py::gil_scoped_release release;
+        return drq::search_cpu(job, queries, chosen, threads);
+      },
+      arg("database"), arg("query"), arg("scores"), arg("positions"), arg("Q"), arg("k"), arg("isa"), arg("threads"));
+  module.def(
+      "search_given_cpu",
+      [](const drq::Search& job, const std::string& isa, int threads) {
         const int chosen = index_of(isa);
         py::gil_scoped_release release;
-        return drq::search_cpu(search.job, search.queries, chosen, threads);
+        drq::search_cpu(job, {}, chosen, threads);
       },
       arg("job"), arg("isa"), arg("threads"));
   module.def("norms_cpu", &drq::norms_cpu, arg("job"), arg("threads"), py::call_guard<py::gil_scoped_release>());
@@ -238,6 +263,8 @@ PYBIND11_MODULE(_C, module) {
       },
       arg("data"), arg("bytes"), arg("keys"), arg("sums"), arg("threads"));
   module.def("large_pages", &large_pages, arg("memory"), arg("bytes"));
+  // os.environ sets the process's environment, too, and takes half a microsecond to look something up.
+  module.def("environment", [](const char* name) { return std::getenv(name); }, arg("name"));
   module.def("supported_isas", [] {
     py::list names;
     for (int isa = 0; isa < drq::kIsaCount; ++isa)

@@ -3,8 +3,6 @@
 csrc/search.h and csrc/levels.h document every member; the names here are theirs.
 """
 
-from typing import overload
-
 compiler: str
 cuda: bool
 max_levels: int  # kMaxLevels: levels up to which codes are scanned by bytes
@@ -18,28 +16,24 @@ class Columns:
     """A codec as the search of the CPU takes it; columns: the codebook as `pack_codebook` lays it out."""
     def __init__(self, *, columns: int, scale: int, offset: int, K: int, D: int) -> None: ...
 
-class Search:
-    """By queries [Q, D], whose products with the codewords are part of the scan (CPU only), or by given products."""
-    @overload
+class Database:
+    """Codes that the CPU searches by queries, whose products with the codewords are part of the scan."""
     def __init__(
         self,
         *,
         codec: Columns,
-        query: int,
         codes: int,
         norms: int,
         keep: int,
-        scores: int,
-        positions: int,
-        Q: int,
         N: int,
         M: int,
-        k: int,
         stride: int,
         metric: int,
         wide: bool,
     ) -> None: ...
-    @overload
+
+class Search:
+    """Codes and the products of queries and codewords."""
     def __init__(
         self,
         *,
@@ -123,8 +117,10 @@ def lookup_cuda(job: Lookup, stream: int) -> None: ...
 def packed_size(K: int, D: int) -> int: ...  # floats
 def pack_codebook(codebook: int, columns: int, K: int, D: int) -> None: ...
 def search_cpu(
-    job: Search, isa: str, threads: int
+    database: Database, query: int, scores: int, positions: int, Q: int, k: int, isa: str, threads: int
 ) -> int: ...  # the first row of query that has NaN or infinity, else -1
+def search_given_cpu(job: Search, isa: str, threads: int) -> None: ...
+def environment(name: str) -> str | None: ...
 def norms_cpu(job: Norms, threads: int) -> None: ...
 def block_sums(data: int, bytes: int, keys: int, sums: int, threads: int) -> None: ...
 def large_pages(memory: int, bytes: int) -> None: ...

@@ -107,6 +107,8 @@ def gamma_value(op: str, value: float | Tensor) -> float:
 
 def integer(op: str, name: str, value: Any, low: int, high: int | None = None) -> int:
     """A Python int, or an object with `__index__`, from `low` to `high`."""
+    if type(value) is int and low <= value and (high is None or value <= high):
+        return value
     expected = f"an integer from {low} to {high}" if high is not None else f"an integer of at least {low}"
     try:
         number = None if isinstance(value, (bool, Tensor)) else operator.index(value)
@@ -234,6 +236,8 @@ def _from_numpy(op: str, name: str, value: np.ndarray) -> Tensor:
 
 def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
     """A float tensor, or an integer one with `integer=True`, from a tensor or, without copying, a numpy array."""
+    if type(value) is Tensor and value.dtype is torch.float32 and value.layout is torch.strided and not integer:
+        return value  # what most calls of a search are given
     if isinstance(value, np.ndarray):
         value = _from_numpy(op, name, value)
     if not isinstance(value, Tensor):

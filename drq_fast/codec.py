@@ -37,7 +37,6 @@ class Codec(Parameters):
     dim: int  # D
     codewords: int  # K
     levels: int  # M
-    device: torch.device  # where the tensors are and everything is computed
     level_weights: tuple[float, ...] | None
 
     def __init__(
@@ -62,7 +61,7 @@ class Codec(Parameters):
                     checks.finite("Codec", name, value)
         super().__init__(*copies)  # type: ignore[arg-type]
         (K, D), M = self.codebook.shape, self.scale.shape[0]
-        self.__dict__.update(codewords=K, dim=D, levels=M, device=self.codebook.device, level_weights=weights)
+        self.__dict__.update(codewords=K, dim=D, levels=M, level_weights=weights)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"Codec: {name} cannot be set; make another codec instead.")

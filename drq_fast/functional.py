@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks
-from .backends.types import Distortion, Loss, Parameters, Quantized, SearchResult
+from .backends.types import Database, Distortion, Loss, Parameters, Quantized, SearchResult
 
 __all__ = [
     "Distortion",
@@ -214,7 +214,7 @@ def search(
     codec = Parameters(codebook, scale, offset)
     unsupported = backends.cannot_search(query, codes, codec, norms)
     column = backends.choose("search", query.device.type, backend, unsupported)
-    return column.search(query, codes, codec, k, metric, norms, keep)
+    return column.search(query, Database(codes, codec, metric, norms, keep), k)
 
 
 def _check_search(

@@ -77,7 +77,7 @@ def choose(
     unsupported: why only plain torch can take the inputs at hand, if so. torch_is_faster: for the inputs at hand.
     """
     wanted = requested or _forced.name
-    explicit = wanted or os.environ.get("DRQ_FAST_BACKEND") or None
+    explicit = wanted or extension.environment("DRQ_FAST_BACKEND")
     if explicit is not None:
         name = "backend" if wanted else "DRQ_FAST_BACKEND"
         checks.choice(op, name, explicit, BACKENDS)
@@ -131,7 +131,7 @@ def table(device: str) -> Iterator[tuple[str, str, str]]:
 
     Where DRQ_FAST_BACKEND asks for one that cannot be used, the second is "none" and the third the error.
     """
-    forced = os.environ.get("DRQ_FAST_BACKEND")
+    forced = extension.environment("DRQ_FAST_BACKEND")
     for op in OPERATIONS:
         faster = FASTER.get((op, device))
         if forced:
@@ -153,9 +153,10 @@ def cannot_compile(codec: Parameters, *inputs: Tensor | None) -> str | None:
         return "torch.compile cannot trace it"
     if _torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return "torch.func and forward-mode derivatives cannot see through it"
-    if codec.double or any(tensor is not None and tensor.dtype is _torch.float64 for tensor in inputs):
-        return "it computes in float32, and an input is float64"
-    return None
+    double = codec.double
+    for tensor in inputs:
+        double = double or (tensor is not None and tensor.dtype is _torch.float64)
+    return "it computes in float32, and an input is float64" if double else None
 
 
 def cannot_differentiate(codec: Parameters) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .types import Distortion, Loss, Parameters, Quantized, SearchResult
+from .types import Database, Distortion, Loss, Parameters, Quantized, SearchResult
 
 _MAX_SCORES = 1 << 22  # numbers that encoding or a search holds at a time
 _MAX_GRAM = 8192  # codewords up to which their inner products K x K are formed
@@ -179,28 +179,18 @@ def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Ten
         return scores_of(sums, norms, prepared, metric)
 
 
-def search(
-    query: Tensor,
-    codes: Tensor,
-    codec: Parameters,
-    k: int,
-    metric: str,
-    norms: Tensor | None,
-    keep: Tensor | None,
-    *,
-    finite: bool = False,
-) -> SearchResult:
-    """The k best of codes [N, L] for each query [Q, D], in the order (score, position); scores are differentiable.
+def search(query: Tensor, database: Database, k: int, *, finite: bool = False) -> SearchResult:
+    """The k best codes for each query [Q, D], in the order (score, position); scores are differentiable.
 
-    keep [N] bool: the positions to look at. Where fewer than k remain: position -1 and the worst possible score.
-    finite: refuse queries that have NaN or infinity.
+    Where fewer than k remain: position -1 and the worst possible score. finite: refuse queries that have NaN or
+    infinity.
     """
     if finite:
         checks.finite("search", "query", query, torch.float32)
-    candidates = None if keep is None else keep.nonzero().squeeze(1)
+    candidates = None if database.keep is None else database.keep.nonzero().squeeze(1)
     if candidates is not None:
-        codes = codes[candidates]
-        norms = None if norms is None else norms[candidates]
+        database = database.rows(candidates)
+    codes, codec, metric, norms = database.codes, database.codec, database.metric, database.norms
     if metric != "ip" and norms is None:
         norms = squared_norms(codes, Parameters(*_wide(query, *codec.tensors())[1:]), metric)
 

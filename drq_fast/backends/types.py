@@ -13,11 +13,25 @@ from .. import modes
 Table = TypeVar("Table")
 
 
-class Parameters:
-    """codebook [K, D], scale [M], offset [D] or None, of any float dtype, and tables that backends derive from them.
+class Tables:
+    """Keeps tables that backends derive from an object, so the object must not outlive a change of its tensors."""
 
-    Every derived table is computed once and kept with the object, so the object must not outlive a change of its
-    tensors: `drq_fast.Codec` owns copies, and the functions of `drq_fast.functional` make an object for each call.
+    device: torch.device
+    _tables: dict[Callable[[Any], Any], Any]
+
+    def table(self, make: Callable[[Any], Table]) -> Table:
+        """make(self), computed at the first call and kept. Threads that race compute it twice and share one result."""
+        found = self._tables.get(make)
+        if found is None:
+            with modes.plain(self.device):
+                found = self._tables.setdefault(make, make(self))
+        return found
+
+
+class Parameters(Tables):
+    """codebook [K, D], scale [M], offset [D] or None, of any float dtype.
+
+    `drq_fast.Codec` owns copies; the functions of `drq_fast.functional` make an object for each call.
     """
 
     codebook: Tensor
@@ -25,7 +39,6 @@ class Parameters:
     offset: Tensor | None
     requires_grad: bool  # of any of them
     double: bool  # any of them is float64
-    _tables: dict[Callable[[Any], Any], Any]
 
     def __init__(self, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> None:
         given = [tensor for tensor in (codebook, scale, offset) if tensor is not None]
@@ -33,22 +46,34 @@ class Parameters:
             codebook=codebook,
             scale=scale,
             offset=offset,
+            device=codebook.device,
             requires_grad=any(tensor.requires_grad for tensor in given),
             double=any(tensor.dtype == torch.float64 for tensor in given),
             _tables={},
         )
 
-    def table(self, make: Callable[[Parameters], Table]) -> Table:
-        """make(self), computed at the first call and kept. Threads that race compute it twice and share one result."""
-        found = self._tables.get(make)
-        if found is None:
-            with modes.plain(self.codebook.device):
-                found = self._tables.setdefault(make, make(self))
-        return found
-
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """(codebook, scale, offset), as autograd.Functions take them."""
         return self.codebook, self.scale, self.offset
+
+
+class Database(Tables):
+    """Codes [N, L] to be searched by a metric, with norms [N] as `squared_norms` returns them (None: not computed
+    yet, or not needed) and keep [N] bool, the codes to look at (None: all)."""
+
+    def __init__(
+        self, codes: Tensor, codec: Parameters, metric: str, norms: Tensor | None = None, keep: Tensor | None = None
+    ) -> None:
+        self.codes, self.codec, self.metric, self.norms, self.keep = codes, codec, metric, norms, keep
+        self.device, self.requires_grad = codes.device, codec.requires_grad or (
+            norms is not None and norms.requires_grad
+        )
+        self._tables = {}
+
+    def rows(self, positions: Tensor) -> Database:
+        """The codes at these positions [n] alone, without a filter."""
+        norms = None if self.norms is None else self.norms[positions]
+        return Database(self.codes[positions], self.codec, self.metric, norms)
 
 
 class Quantized(NamedTuple):

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from .. import backends, checks, modes
 from ..backends.torch import numbers
+from ..backends.types import Database, SearchResult
 from ..codec import Array, Codec
 from ..quantizer import RecurrentQuantizer
 from . import file
@@ -75,8 +76,8 @@ class Index:
         """
         self._rows: Rows
         self._norms: Norms
-        self._views: dict[int, Tensor]  # length -> codes of the rows in use, cut to that length
-        self.__dict__.update(_rows=rows, _norms=known or {}, _views={})
+        self._databases: dict[int, Database]  # length -> what a search without a filter of its own looks at
+        self.__dict__.update(_rows=rows, _norms=known or {}, _databases={})
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies, made under the lock: a pickle or a copy shares no memory with an index that goes on changing."""
@@ -85,7 +86,7 @@ class Index:
             return state | {
                 "_rows": self._rows.copied(),
                 "_norms": dict(self._norms),
-                "_views": {},
+                "_databases": {},
                 "_places": Places(),
             }
 
@@ -192,9 +193,8 @@ class Index:
         single = getattr(query, "ndim", 2) == 1
         values = self._vectors("search", "query", query[None] if single else query)
         k = checks.integer("search", "k", k, 1, checks.MAX_RESULTS)
-        length = checks.levels("search", levels, self.codec.levels)
-        rows, codes, known, mask = self._snapshot(length, keep)
-        scores, found = self._scan(values, k, codes, known, mask)
+        rows, database = self._snapshot(checks.levels("search", levels, self._codec.levels), keep)
+        scores, found = self._scan(values, k, database)
         if rows.ids is not None and rows.size:
             found = rows.ids[found.clamp_min(0)].where(found >= 0, -1)
         if single:
@@ -255,7 +255,7 @@ class Index:
 
     def _vectors(self, op: str, name: str, value: Any) -> Tensor:
         values = checks.array(op, name, value)
-        if values.ndim != 2 or values.shape[1] != self.codec.dim:
+        if values.ndim != 2 or values.shape[1] != self._codec.dim:
             checks.fail(op, name, f"[N, {self.dim}]", checks.shape_of(values))
         return values
 
@@ -299,34 +299,38 @@ class Index:
         self._places = self._places.extended(self._rows)
         return self._places.find(self._rows, wanted)
 
-    def _snapshot(self, length: int, keep: Any) -> tuple[Rows, Tensor, Tensor | None, Tensor | None]:
-        """What a search reads: the rows, their codes [size, length], their norms [size] and the rows to look at."""
+    def _snapshot(self, length: int, keep: Any) -> tuple[Rows, Database]:
+        """What a search reads: the rows, and their first `length` levels with norms and the rows to look at."""
         with self._lock:
             rows = self._rows
-            mask = self._mask(rows, keep)
-            codes = self._codes(rows, length)
-            known = None if self.metric == "ip" else extended_norms(self._norms, codes, self.codec, self.metric)
-            return rows, codes, known, mask
+            if rows.alive is not None and keep is None:
+                self._alive_is_read = True
+            database = self._databases.get(length)
+            if database is None:
+                database = self._database(rows, length)
+            if keep is not None:
+                mask = self._mask(rows, keep)
+                database = Database(database.codes, self.codec, self.metric, database.norms, mask)
+            return rows, database
 
-    def _codes(self, rows: Rows, length: int) -> Tensor:
-        """The first levels of all rows in use; refused where a mapped file holds others than codes."""
-        codes = self._views.get(length)
-        if codes is None:
-            codes = self._views[length] = rows.codes[: rows.size, :length]
+    def _database(self, rows: Rows, length: int) -> Database:
+        """The rows that were not removed; kept for the next search, unless a mapped file may hold others than codes."""
+        codes, _, alive = rows.used()
+        codes = codes[:, :length]
         mapped = self._mapped is not None and rows.codes is self._mapped.codes
-        if mapped and self.codewords not in (256, 65536):  # with these every number is a code
+        checked = mapped and self.codewords not in (256, 65536)  # with these every number is a code
+        if checked:
             codes = codes.clone()  # the file could change after the check
             file.check_range("search", codes, self.codewords)
-        return codes
+        norms = None if self.metric == "ip" else extended_norms(self._norms, codes, self.codec, self.metric)
+        database = Database(codes, self.codec, self.metric, norms, alive)
+        if not checked:
+            self._databases[length] = database
+        return database
 
-    def _mask(self, rows: Rows, keep: Any) -> Tensor | None:
-        """The rows to look at [size] bool; None for all."""
-        if keep is None and rows.alive is None:
-            return None
+    def _mask(self, rows: Rows, keep: Any) -> Tensor:
+        """The rows to look at [size] bool."""
         _, stored, alive = rows.used()
-        if keep is None:
-            self._alive_is_read = True
-            return alive
         with modes.plain(self.device):
             flags = checks.id_array("search", "keep", keep).to(self.device)
             if flags.dtype == torch.bool:
@@ -339,23 +343,22 @@ class Index:
                 mask.index_fill_(0, positions[(positions >= 0) & (flags >= 0)], True)
             return mask if alive is None else mask & alive
 
-    def _scan(
-        self, query: Tensor, k: int, codes: Tensor, known: Tensor | None, mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """(scores [Q, k], rows [Q, k]); in blocks of queries with a progress bar where it takes long."""
-        codec, device = self.codec, self.codec.device
+    def _scan(self, query: Tensor, k: int, database: Database) -> SearchResult:
+        """Scores [Q, k] and rows [Q, k]; in blocks of queries with a progress bar where it takes long."""
+        codes, device = database.codes, database.device
         if query.dtype is torch.float64:
             checks.finite("search", "query", query, torch.float32)
         if query.dtype is not torch.float32 or query.device != device:
             query = query.to(device, torch.float32)
-        column = backends.choose("search", device.type, None, backends.cannot_search(query, codes, codec, known))
+        unsupported = backends.cannot_search(query, codes, database.codec, database.norms)
+        column = backends.choose("search", device.type, None, unsupported)
         step = max(_QUERIES, _WORK // max(1, codes.shape[0]))
         if query.shape[0] <= step:
-            return column.search(query, codes, codec, k, self.metric, known, mask, finite=True)
+            return column.search(query, database, k, finite=True)
         parts = []
         checks.finite("search", "query", query, torch.float32)
         with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=None, leave=False) as bar:
             for part in query.split(step):
-                parts.append(column.search(part, codes, codec, k, self.metric, known, mask, finite=True))
+                parts.append(column.search(part, database, k, finite=True))
                 bar.update(len(part))
-        return torch.cat([part.scores for part in parts]), torch.cat([part.positions for part in parts])
+        return SearchResult(torch.cat([part.scores for part in parts]), torch.cat([part.positions for part in parts]))

@@ -21,47 +21,85 @@ bool by_bytes(const Search& job, int64_t count) {
 // The number of queries from which a batch is faster than one after the other.
 int64_t worth_a_batch(const Search& job) { return takes_one(job) ? 20 : 3; }
 
+// One query after the other. With several, each scans a block of codes before the next block is read, which is in cache
+// then.
 template <class Code>
-void scan_one_by_one(const Part& part, bool bytes) {
-  Search job = part.job;  // of the query at hand
-  const int64_t capacity = Reservoir::capacity_for(job.k, part.end - part.begin);
-  Tables tables(part, 1);
-  Buffer<float> terms(job.M * job.K);
-  Buffer<Key> kept(2 * capacity);
-  Reservoir best{job.k, capacity, kept.data, kept.data + capacity};
-  Bits bits(job);
-  Few<Code> few(job);
-  for (int64_t q = part.first_query; q < part.last_query; ++q) {
-    job = tables.of(q, 1);
-    best.clear();
-    bits.start(0, best);
-    few.start(0, best);
-    int64_t at = part.begin, end = part.end, scanned = 0;
-    while (part.taken == nullptr || (at = part.taken[q].fetch_add(kTaken)) < part.end) {
-      if (part.taken != nullptr) end = std::min(at + kTaken, part.end);
-      if (bytes) {
-        if (!best.full) {
-          const int64_t begin = at;
-          at = seeds_end(job, begin, end);
-          scan_floats<Code>(job, 0, begin, at, terms.data, best);
-          scanned += at - begin;
-        }
-        at = scan_one(job, 0, at, end, best);
-        while (at < end) {
-          const int64_t next = std::min(end, at + std::max(kFewest, (kGrowth - 1) * scanned));
-          scanned += next - at;
-          at = bits.run(at, next);
-          at = few.run(at, next);
-          scan_floats<Code>(job, 0, at, next, terms.data, best);
-          at = next;
-        }
+class OneByOne {
+ public:
+  OneByOne(const Part& part, bool bytes)
+      : part(part),
+        bytes(bytes),
+        together(bytes && part.taken == nullptr && takes_one(part.job) ? kTogether : 1),
+        found(part.job.k, part.end - part.begin, together),
+        tables(part, together),
+        terms(part.job.M * part.job.K),
+        job(part.job),
+        bits(job),
+        few(job) {}
+
+  void run() {
+    for (int64_t q = part.first_query; q < part.last_query; q += together) {
+      const int64_t count = std::min(together, part.last_query - q);
+      job = tables.of(q, count);
+      for (int64_t i = 0; i < count; ++i) found.best[i].clear();
+      start(0);
+      if (part.taken != nullptr) {
+        for (int64_t at; (at = part.taken[q].fetch_add(kTaken)) < part.end;)
+          scan(0, at, std::min(at + kTaken, part.end));
+      } else {
+        const int64_t step = count > 1 ? kTaken : part.end - part.begin;
+        for (int64_t at = part.begin; at < part.end; at += step)
+          for (int64_t i = 0; i < count; ++i) {
+            if (count > 1) start(i);
+            scan(i, at, std::min(at + step, part.end));
+          }
       }
-      scan_floats<Code>(job, 0, at, end, terms.data, best);
-      if (part.taken == nullptr) break;
+      for (int64_t i = 0; i < count; ++i) part.counts[q + i] = found.best[i].finish(part.keys + (q + i) * job.k);
     }
-    part.counts[q] = best.finish(part.keys + q * job.k);
   }
-}
+
+ private:
+  static constexpr int64_t kTogether = 16;
+
+  void start(int64_t q) {
+    scanned = 0;
+    bits.start(q, found.best[q]);
+    few.start(q, found.best[q]);
+  }
+
+  void scan(int64_t q, int64_t at, int64_t end) {
+    Reservoir& best = found.best[q];
+    if (bytes) {
+      if (!best.full) {
+        const int64_t begin = at;
+        at = seeds_end(job, begin, end);
+        scan_floats<Code>(job, q, begin, at, terms.data, best);
+        scanned += at - begin;
+      }
+      at = scan_one(job, q, at, end, best);
+      while (at < end) {
+        const int64_t next = std::min(end, at + std::max(kFewest, (kGrowth - 1) * scanned));
+        scanned += next - at;
+        at = bits.run(at, next);
+        at = few.run(at, next);
+        scan_floats<Code>(job, q, at, next, terms.data, best);
+        at = next;
+      }
+    }
+    scan_floats<Code>(job, q, at, end, terms.data, best);
+  }
+
+  const Part& part;
+  const bool bytes;
+  const int64_t together;
+  Reservoirs found;
+  Tables tables;
+  Buffer<float> terms;
+  Search job;  // of the queries at hand
+  Bits bits;
+  Few<Code> few;
+  int64_t scanned = 0;  // codes of the query at hand
+};
 
 // kLanes queries at a time, for queries from q on of which at least `least` are left; returns where it stopped.
 template <class Code, int kLanes>
@@ -98,7 +136,7 @@ void scan_part(const Part& part) {
   if (q == part.last_query) return;
   Part rest = part;
   rest.first_query = q;
-  scan_one_by_one<Code>(rest, bytes);
+  OneByOne<Code>(rest, bytes).run();
 }
 
 }  // namespace

@@ -45,10 +45,15 @@ def why_not(device: str) -> str | None:
 def instruction_set() -> str:
     """The widest that this processor has and the extension was compiled for; DRQ_FAST_ISA forces another."""
     supported = supported_isas()
-    forced = os.environ.get("DRQ_FAST_ISA")
+    forced = environment("DRQ_FAST_ISA")
     if forced and forced not in supported:
         raise ValueError(f"DRQ_FAST_ISA must be one of {', '.join(supported)} on this machine, got {forced!r}.")
     return forced or supported[-1]
+
+
+def environment(name: str) -> str | None:
+    """The value of an environment variable; None if it is not set or empty."""
+    return (os.environ.get(name) if native is None else native.environment(name)) or None
 
 
 @functools.cache

@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import checks
 from .. import torch as definition
 from ..gradients import refuse_second_derivatives
-from ..types import Parameters, SearchResult
+from ..types import Database, Parameters, SearchResult
 from .encode import gram
 from .extension import MAX_CODEWORDS, floats, instruction_set, native, pointer
 from .threads import single_threaded
@@ -52,105 +52,75 @@ class Inner:
         self.of_offset = 0.0 if offset is None else float(offset @ offset)
 
 
-def search(
-    query: Tensor,
-    codes: Tensor,
-    codec: Parameters,
-    k: int,
-    metric: str,
-    norms: Tensor | None,
-    keep: Tensor | None,
-    *,
-    finite: bool = False,
-) -> SearchResult:
-    """The k best of codes [N, L] for each query [Q, D]: see `backends.torch.search`; scores are differentiable once."""
-    differentiable = query.requires_grad or codec.requires_grad or (norms is not None and norms.requires_grad)
-    if differentiable and torch.is_grad_enabled():
+class Scanned:
+    """A database as the scan of the CPU takes it."""
+
+    def __init__(self, database: Database) -> None:
+        columns, codes, norms = database.codec.table(Columns), _dense_rows(database.codes), _norms(database)
+        keep = None if database.keep is None else database.keep.contiguous()
+        self.tensors = columns, codes, norms, keep  # kept alive: the job has their addresses
+        N, M = codes.shape
+        self.job = native.Database(
+            codec=columns.job,
+            codes=pointer(codes),
+            norms=pointer(norms),
+            keep=pointer(keep),
+            N=N,
+            M=M,
+            stride=codes.stride(0) if N > 1 else M,
+            metric=_METRICS[database.metric],
+            wide=codes.dtype is torch.int16,
+        )
+
+
+def search(query: Tensor, database: Database, k: int, *, finite: bool = False) -> SearchResult:
+    """The k best codes for each query [Q, D]: see `backends.torch.search`; scores are differentiable once."""
+    if (query.requires_grad or database.requires_grad) and torch.is_grad_enabled():
         with torch.no_grad():
-            found = search(query, codes, codec, k, metric, norms, keep, finite=finite)
-        return _with_gradient(query, codes, codec, metric, norms, found)
-    if metric == "ip":
-        norms = None
-    elif norms is None:
-        small = query.device.type == "cpu" and len(codec.codebook) <= MAX_CODEWORDS
-        norms = (squared_norms if small else definition.squared_norms)(codes, codec, metric)
-    codes = _dense_rows(codes)
-    some = None
-    if keep is not None:
-        some = _few_rows(keep, query.shape[0])
-        codes, norms, keep = _only(some, codes, norms, keep)
+            found = search(query, database, k, finite=finite)
+        return _with_gradient(query, database, found)
     scan = _scan_cpu if query.device.type == "cpu" else _scan_cuda
-    scores, positions = scan(query, codes, codec, k, metric, norms, keep, finite)
-    if some is not None and len(some):
-        positions = some[positions.clamp_min(0)].where(positions >= 0, -1)
-    return SearchResult(scores, positions)
+    if database.keep is None or not _copying_pays(database, query.shape[0]):
+        return scan(query, database, k, finite)
+    rows, kept = database.table(_kept)
+    scores, positions = scan(query, kept, k, finite)
+    return SearchResult(scores, rows[positions.clamp_min(0)].where(positions >= 0, -1) if len(rows) else positions)
 
 
-def _scan_cpu(
-    query: Tensor,
-    codes: Tensor,
-    codec: Parameters,
-    k: int,
-    metric: str,
-    norms: Tensor | None,
-    keep: Tensor | None,
-    finite: bool,
-) -> tuple[Tensor, Tensor]:
-    """(scores [Q, k], positions [Q, k] int64); products with the codebook are part of the scan, in a fixed order."""
-    columns = codec.table(Columns)
-    rows, norms = _dense_floats(query), None if norms is None else _dense_floats(norms)
-    keep = None if keep is None else keep.contiguous()
-    (Q, D), (N, M) = rows.shape, codes.shape
-    scores, positions = rows.new_empty((Q, k)), _NO_POSITIONS.new_empty((Q, k))
+def _scan_cpu(query: Tensor, database: Database, k: int, finite: bool) -> SearchResult:
+    """Products with the codebook are part of the scan, in a fixed order."""
+    job, rows = database.table(Scanned).job, _dense_floats(query)
+    Q, D = rows.shape
+    scores, positions = rows.new_empty(Q, k), _NO_POSITIONS.new_empty(Q, k)
+    query_at, scores_at, positions_at = rows.data_ptr(), scores.data_ptr(), positions.data_ptr()
     if 8 * Q * k > _LARGE:
-        native.large_pages(scores.data_ptr(), scores.nbytes)
-        native.large_pages(positions.data_ptr(), positions.nbytes)
+        native.large_pages(scores_at, scores.nbytes)
+        native.large_pages(positions_at, positions.nbytes)
     step = max(1, min(_QUERIES, _RESULTS // k))
     isa, threads = instruction_set(), torch.get_num_threads()
     for first in range(0, Q, step):
-        job = native.Search(
-            codec=columns.job,
-            query=rows.data_ptr() + 4 * first * D,
-            codes=codes.data_ptr(),
-            norms=0 if norms is None else norms.data_ptr(),
-            keep=0 if keep is None else keep.data_ptr(),
-            scores=scores.data_ptr() + 4 * first * k,
-            positions=positions.data_ptr() + 8 * first * k,
-            Q=min(step, Q - first),
-            N=N,
-            M=M,
-            k=k,
-            stride=codes.stride(0) if N > 1 else M,
-            metric=_METRICS[metric],
-            wide=codes.dtype is torch.int16,
-        )
-        if native.search_cpu(job, isa, threads) >= 0 and finite:
+        count = min(step, Q - first)
+        odd = native.search_cpu(job, query_at, scores_at, positions_at, count, k, isa, threads)
+        if odd >= 0 and finite:
             checks.finite("search", "query", query, torch.float32)
-    return scores, positions
+        query_at, scores_at, positions_at = query_at + 4 * count * D, scores_at + 4 * count * k, positions_at + 8 * count * k
+    return SearchResult(scores, positions)
 
 
 @torch.no_grad()
-def _scan_cuda(
-    query: Tensor,
-    codes: Tensor,
-    codec: Parameters,
-    k: int,
-    metric: str,
-    norms: Tensor | None,
-    keep: Tensor | None,
-    finite: bool,
-) -> tuple[Tensor, Tensor]:
+def _scan_cuda(query: Tensor, database: Database, k: int, finite: bool) -> SearchResult:
     """The same on a GPU: enqueued on the current stream, with products by torch."""
     if finite:
         checks.finite("search", "query", query, torch.float32)
-    device = query.device
+    device, codec, metric = query.device, database.codec, database.metric
     with torch.autocast("cuda", enabled=False):
         codebook, offset = codec.codebook.float(), None if codec.offset is None else codec.offset.float()
         prepared = definition.prepare(query.float(), codebook, offset, metric)
     scores = torch.empty(len(query), k, dtype=torch.float32, device=device)
     positions = torch.empty(len(query), k, dtype=torch.int64, device=device)
-    scan_given(prepared, codes, codec.scale.float().contiguous(), scores, positions, metric, norms, keep)
-    return scores, positions
+    codes, norms, scale = _dense_rows(database.codes), database.table(_norms), codec.scale.float().contiguous()
+    scan_given(prepared, codes, scale, scores, positions, metric, norms, database.keep)
+    return SearchResult(scores, positions)
 
 
 def scan_given(
@@ -192,7 +162,7 @@ def scan_given(
         wide=codes.dtype == torch.int16,
     )
     if table.device.type == "cpu":
-        native.search_cpu(job, instruction_set(), threads)
+        native.search_given_cpu(job, instruction_set(), threads)
     else:
         enqueue(job, table.device)
 
@@ -215,14 +185,14 @@ def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Ten
         return definition.scores_of(sums, None if norms is None else norms.float(), prepared, metric)
 
 
-def _with_gradient(
-    query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Tensor | None, found: SearchResult
-) -> SearchResult:
+def _with_gradient(query: Tensor, database: Database, found: SearchResult) -> SearchResult:
     """What was found, with a gradient: its positions are scored once more, by differentiable operations."""
+    codes, norms = database.codes, database.norms
     if len(codes) == 0:
         return found
     rows = found.positions.clamp_min(0)
-    again = adc(query, definition.numbers(codes)[rows], codec, metric, None if norms is None else norms[rows])
+    own = definition.numbers(codes)[rows]
+    again = adc(query, own, database.codec, database.metric, None if norms is None else norms[rows])
     usable = (found.positions >= 0) & again.isfinite()
     zero = torch.where(usable, again - again.detach(), 0)  # exact, and it carries the gradient
     return SearchResult(found.scores + zero, found.positions)
@@ -324,24 +294,40 @@ def _dense_floats(values: Tensor) -> Tensor:
     return values if dense else values.detach().float().contiguous()
 
 
-def _few_rows(keep: Tensor, queries: int) -> Tensor | None:
-    """The rows that a filter [N] keeps, where copying them pays, else None: a scan that skips most rows is slow.
+def _norms(database: Database) -> Tensor | None:
+    """The norms [N] that the metric needs, dense."""
+    if database.metric == "ip":
+        return None
+    norms = database.norms
+    if norms is None:
+        small = database.device.type == "cpu" and len(database.codec.codebook) <= MAX_CODEWORDS
+        column = squared_norms if small else definition.squared_norms
+        norms = column(database.codes, database.codec, database.metric)
+    return _dense_floats(norms)
 
-    It pays for less than half of the rows if there are many queries, and for very few rows always. A sample tells.
+
+def _copying_pays(database: Database, queries: int) -> bool:
+    """Whether to copy the codes that a filter keeps, since a scan that skips most codes is slow.
+
+    It pays for less than half of the codes if there are many queries, and for very few codes always.
     """
-
-    def rows() -> Tensor | None:
-        sample = keep[:: max(1, keep.shape[0] // 1024)]
-        share = 1 / 2 if queries >= _FILTERED else 1 / 64
-        return None if int(sample.count_nonzero()) >= share * sample.shape[0] else keep.nonzero().squeeze(1)
-
-    return single_threaded(rows) if keep.device.type == "cpu" else rows()
+    return database.table(_share_kept) < (1 / 2 if queries >= _FILTERED else 1 / 64)
 
 
-def _only(
-    rows: Tensor | None, codes: Tensor, norms: Tensor | None, keep: Tensor
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """(codes, norms, keep) of these rows, which need no filter any more; unchanged if rows is None."""
-    if rows is None:
-        return codes, norms, keep
-    return codes[rows], None if norms is None else norms[rows], None
+def _share_kept(database: Database) -> float:
+    """About how many of the codes the filter keeps, by a sample."""
+    assert database.keep is not None
+    sample = database.keep[:: max(1, database.keep.shape[0] // 1024)]
+    kept = single_threaded(sample.count_nonzero) if sample.device.type == "cpu" else sample.count_nonzero()
+    return int(kept) / sample.shape[0] if len(sample) else 1.0
+
+
+def _kept(database: Database) -> tuple[Tensor, Database]:
+    """The positions of the codes that the filter keeps, and these codes alone."""
+
+    def copy() -> tuple[Tensor, Database]:
+        assert database.keep is not None
+        rows = database.keep.nonzero().squeeze(1)
+        return rows, database.rows(rows)
+
+    return single_threaded(copy) if database.device.type == "cpu" else copy()
