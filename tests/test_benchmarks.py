@@ -243,7 +243,7 @@ def test_table_names_every_peer(outcome: Outcome) -> None:
     ("file", "job", "kernel", "spoil"),
     [
         ("bench_encode.py", "Encode", "encode_cpu", "ctypes.memset(job.members['codes'], 7, 4)"),
-        ("bench_search.py", "Search", "search_cpu", "ctypes.memset(job.members['positions'], 0, 16)"),
+        ("bench_search.py", "Database", "search_cpu", "ctypes.memset(arguments[2], 0, 16)"),
         ("bench_quantize.py", "Training", "backward_cpu", "ctypes.memset(job.dscores, 0, 4096)"),
     ],
 )

@@ -65,8 +65,9 @@ class Database(Tables):
         self, codes: Tensor, codec: Parameters, metric: str, norms: Tensor | None = None, keep: Tensor | None = None
     ) -> None:
         self.codes, self.codec, self.metric, self.norms, self.keep = codes, codec, metric, norms, keep
-        self.device, self.requires_grad = codes.device, codec.requires_grad or (
-            norms is not None and norms.requires_grad
+        self.device, self.requires_grad = (
+            codes.device,
+            codec.requires_grad or (norms is not None and norms.requires_grad),
         )
         self._tables = {}
 

@@ -103,7 +103,9 @@ def _scan_cpu(query: Tensor, database: Database, k: int, finite: bool) -> Search
         odd = native.search_cpu(job, query_at, scores_at, positions_at, count, k, isa, threads)
         if odd >= 0 and finite:
             checks.finite("search", "query", query, torch.float32)
-        query_at, scores_at, positions_at = query_at + 4 * count * D, scores_at + 4 * count * k, positions_at + 8 * count * k
+        query_at += 4 * count * D
+        scores_at += 4 * count * k
+        positions_at += 8 * count * k
     return SearchResult(scores, positions)
 
 
