@@ -34,6 +34,7 @@ ISA_SOURCES = [
     "csrc/cpu/encode.cpp",
     "csrc/cpu/search/scan.cpp",
     "csrc/cpu/search/tables.cpp",
+    "csrc/cpu/squared.cpp",
     "csrc/cpu/training.cpp",
 ]
 ISA_FLAGS = {"portable": ""}

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import drq_fast
 from drq_fast import functional
-from drq_fast.codec import default_weights
+from drq_fast.functional import default_weights
 
 CHECKED = 2048  # vectors whose codes are compared with the definition
 

@@ -169,6 +169,26 @@ void def_training(py::module_& module) {
   attribute<&Training::dscale>(type, "dscale");
 }
 
+void def_squared(py::module_& module) {
+  using drq::Squared;
+  py::class_<Squared> type(module, "Squared");
+  type.def(py::init([](Address x, Address codebook, Address scale, Address offset, Address codes, int64_t N, int64_t D,
+                       int64_t K, int64_t M) {
+             Squared job{};
+             job.x = At{x}, job.codebook = At{codebook}, job.scale = At{scale}, job.offset = At{offset};
+             job.codes = At{codes}, job.N = N, job.D = D, job.K = K, job.M = M;
+             return job;
+           }),
+           py::kw_only(), arg("x"), arg("codebook"), arg("scale"), arg("offset"), arg("codes"), arg("N"), arg("D"),
+           arg("K"), arg("M"));
+  attribute<&Squared::decoded>(type, "decoded");
+  attribute<&Squared::errors>(type, "errors");
+  attribute<&Squared::derrors>(type, "derrors");
+  attribute<&Squared::pulls>(type, "pulls");
+  attribute<&Squared::dscale>(type, "dscale");
+  attribute<&Squared::dcodebook>(type, "dcodebook");
+}
+
 int index_of(const std::string& isa) {
   for (int i = 0; i < drq::kIsaCount; ++i)
     if (isa == drq::kIsaNames[i] && drq::isa_supported(i)) return i;
@@ -225,6 +245,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("max_levels") = drq::kMaxLevels;
   def_jobs(module);
   def_training(module);
+  def_squared(module);
 
   module.def("lookup_cpu", &drq::lookup_cpu, arg("job"), arg("threads"), py::call_guard<py::gil_scoped_release>());
   module.def("packed_size", &drq::packed_size, arg("K"), arg("D"));
@@ -276,6 +297,24 @@ PYBIND11_MODULE(_C, module) {
   def_kernel(module, "evaluate_cpu", drq::evaluate_cpu);
   def_kernel(module, "mix_cpu", drq::mix_cpu);
   def_kernel(module, "backward_cpu", drq::backward_cpu);
+  def_kernel(module, "decode_cpu", drq::decode_cpu);
+  def_kernel(module, "squared_errors_cpu", drq::squared_errors_cpu);
+  def_kernel(module, "pulls_cpu", drq::pulls_cpu);
+  module.def(
+      "add_pulls_cpu",
+      [](const drq::Squared& job, Address starts, Address places, int64_t begin, int64_t end, const std::string& isa) {
+        const int chosen = index_of(isa);
+        py::gil_scoped_release release;
+        drq::add_pulls_cpu(job, At{starts}, At{places}, begin, end, chosen);
+      },
+      arg("job"), arg("starts"), arg("places"), arg("begin"), arg("end"), arg("isa"));
+  module.def(
+      "group_codes",
+      [](const drq::Squared& job, Address starts, Address places) {
+        py::gil_scoped_release release;
+        drq::group_codes(job, At{starts}, At{places});
+      },
+      arg("job"), arg("starts"), arg("places"));
 #ifdef DRQ_FAST_CUDA
   module.attr("cuda") = true;
   def_cuda(module);

@@ -78,4 +78,34 @@ void evaluate_cpu(const Training& job, int isa);
 void mix_cpu(const Training& job, int isa);
 void backward_cpu(const Training& job, int isa);
 
+// What codes stand for and how far it is from x, after each level. With e_m = x - sum over i <= m of scale[i] C[b_i]:
+//   decode          decoded = sum over m of scale[m] C[b_m], in this order, + offset
+//   squared_errors  errors[n, m] = ||e_m||^2
+//   pulls           pulls[n, i] = sum over m >= i of -2 derrors[n, m] e_m, the gradient of scale[i] C[b_i];
+//                   dscale[n, i] = <C[b_i], pulls[n, i]>
+//   add_pulls       dcodebook[k] += scale[i] pulls[n, i] over all (n, i) with code k in ascending order, for codewords
+//                   begin..end; group_codes() finds them
+struct Squared {
+  const float* x;         // [N, D]  less the offset
+  const float* codebook;  // [K, D]
+  const float* scale;     // [M]
+  const float* offset;    // [D]     null without one
+  const int64_t* codes;   // [N, M]
+  int64_t N, D, K, M;
+  float* decoded;        // [N, D]
+  float* errors;         // [N, M]
+  const float* derrors;  // [N, M]
+  float* pulls;          // [N, M, D]
+  float* dscale;         // [N, M]
+  float* dcodebook;      // [K, D]  added to
+};
+void decode_cpu(const Squared& job, int isa);
+void squared_errors_cpu(const Squared& job, int isa);
+void pulls_cpu(const Squared& job, int isa);
+void add_pulls_cpu(const Squared& job, const int64_t* starts, const int64_t* places, int64_t begin, int64_t end,
+                   int isa);
+
+// The places [N M] of all codes in the order (code, place); those of code k are from starts[k] to starts[k + 1].
+void group_codes(const Squared& job, int64_t* starts, int64_t* places);
+
 }  // namespace drq

@@ -141,6 +141,32 @@ def levels(op: str, value: Any, M: int) -> int:
     return M if value is None else integer(op, "levels", value, 1, M)
 
 
+def level_numbers(op: str, value: Any, M: int, shape: torch.Size, device: torch.device) -> tuple[int, Tensor | None]:
+    """(M, a prefix length for each of N vectors [N] int64) from a tensor of this shape, else (one length, None)."""
+    if not isinstance(value, Tensor):
+        return levels(op, value, M), None
+    lengths = integers(op, "levels", value)
+    if lengths.shape != shape or lengths.device != device:
+        fail(op, "levels", f"[{', '.join(map(str, shape))}] on {device}", f"{shape_of(lengths)} on {lengths.device}")
+    if lengths.numel() and not torch.compiler.is_compiling():
+        low, high = (int(bound) for bound in torch.aminmax(lengths))
+        if low < 1 or high > M:
+            fail(op, "levels", f"in 1..{M}", f"values from {low} to {high}")
+    return M, lengths.reshape(-1).to(torch.int64)
+
+
+def row_mask(op: str, value: Any, shape: torch.Size, device: torch.device) -> Tensor | None:
+    """A bool tensor of this shape as [N]; None stays None."""
+    if value is None:
+        return None
+    tensor(op, "mask", value)
+    if value.dtype != torch.bool:
+        fail(op, "mask", "a bool tensor", value.dtype, error=TypeError)
+    if value.shape != shape or value.device != device:
+        fail(op, "mask", f"[{', '.join(map(str, shape))}] on {device}", f"{shape_of(value)} on {value.device}")
+    return value.reshape(-1)
+
+
 def choice(op: str, name: str, value: Any, allowed: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in allowed:
         fail(op, name, f"one of {', '.join(map(repr, allowed))}", repr(value))
@@ -170,6 +196,13 @@ def weights(op: str, value: Any) -> tuple[float, float, float]:
     if sum(weights) > LARGEST:
         fail(op, "weights", "numbers that float32 can represent and add", weights)
     return weights
+
+
+def commitment(op: str, value: Any) -> float:
+    """A finite number that is not negative."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= LARGEST:
+        fail(op, "commitment", "a finite number >= 0", repr(value))
+    return float(value)
 
 
 def _numbers(value: Any) -> tuple[float, ...] | None:

@@ -91,11 +91,11 @@ class Codec(Parameters):
         """Length of a full code in bits; `levels` parts of equal length make it up."""
         return bits(self.codewords, self.levels)
 
-    def encode(self, x: Array, beam: int = 1) -> Array:
-        """x [..., D], torch or numpy -> codes [..., M] in kind: uint8 for K <= 256, else int32."""
-        return encode(x, self, beam, self.level_weights)
+    def encode(self, x: Array, beam: int = 1, levels: int | None = None) -> Array:
+        """x [..., D], torch or numpy -> codes [..., levels] in kind: uint8 for K <= 256, else int32."""
+        return encode(x, self, beam, self.level_weights, levels)
 
-    def decode(self, codes: Array, levels: int | None = None) -> Array:
+    def decode(self, codes: Array, levels: int | Tensor | None = None) -> Array:
         """codes [..., M], torch or numpy -> vectors [..., D] in kind, from the first `levels` levels."""
         return decode(codes, self, levels)
 
@@ -135,15 +135,21 @@ def from_file(tensors: dict[str, Tensor], config: dict[str, Any], device: torch.
     return Codec(**parts, level_weights=config["level_weights"], device=place)  # type: ignore[arg-type]
 
 
-def encode(x: Array, codec: Parameters, beam: int, level_weights: Sequence[float] | None) -> Array:
-    """x [..., D], torch or numpy -> codes [..., M] in kind, with a progress bar where it takes long.
+def encode(
+    x: Array, codec: Parameters, beam: int, level_weights: Sequence[float] | None, levels: int | None = None
+) -> Array:
+    """x [..., D], torch or numpy -> codes [..., levels] in kind, with a progress bar where it takes long.
 
     level_weights: `default_weights` if None. x may be on another device than the codec: it is moved a block at a time.
     """
     values = checks.array("encode", "x", x)
     rows, beam = checks.rows("encode", "x", values, codec.codebook.shape[1]), checks.beam("encode", beam)
-    (K, D), M, device = codec.codebook.shape, len(codec.scale), codec.codebook.device
-    omega = level_weights or default_weights(M)
+    M = checks.levels("encode", levels, len(codec.scale))
+    if len(codec.scale) > M:
+        codec = Parameters(codec.codebook, codec.scale[:M], codec.offset)
+    (K, D), device = codec.codebook.shape, codec.codebook.device
+    weights = () if level_weights is None else level_weights[:M]
+    omega = weights if any(weights) else functional.default_weights(M)
     dtype = torch.promote_types(codec.codebook.dtype, torch.float32)
     step = max(1, _BLOCK // (D * beam))
     with torch.no_grad():
@@ -158,19 +164,15 @@ def encode(x: Array, codec: Parameters, beam: int, level_weights: Sequence[float
     return checks.in_kind(codes.reshape(*values.shape[:-1], M), x)
 
 
-def decode(codes: Array, codec: Parameters, levels: int | None) -> Array:
-    """codes [..., M], torch or numpy -> vectors [..., D] in kind, from the first `levels` levels."""
+def decode(codes: Array, codec: Parameters, levels: int | Tensor | None) -> Array:
+    """codes [..., M], torch or numpy -> vectors [..., D] in kind, from the first `levels` levels, an int or [...]."""
     values = checks.array("decode", "codes", codes, integer=True).to(codec.codebook.device)
     flat = checks.code_rows("decode", values, len(codec.scale))
     checks.code_range("decode", flat, len(codec.codebook))
+    L, lengths = checks.level_numbers("decode", levels, flat.shape[1], values.shape[:-1], values.device)
     with torch.no_grad():
-        x_hat = functional.decode_checked(flat[:, : checks.levels("decode", levels, flat.shape[1])], codec)
+        x_hat = functional.decode_checked(flat[:, :L], codec, lengths=lengths)
     return checks.in_kind(x_hat.reshape(*values.shape[:-1], codec.codebook.shape[1]), codes)
-
-
-def default_weights(levels: int) -> tuple[float, ...]:
-    """How much each level counts in `fit` and in a beam where the user does not say: the full length most."""
-    return (0.16, *[0.1] * (levels - 2), 1.0) if levels > 1 else (1.0,)
 
 
 def _named(codebook: Any, scale: Any, offset: Any) -> tuple[tuple[str, Any], ...]:

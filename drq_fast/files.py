@@ -25,12 +25,14 @@ from . import backends, checks
 from .backends.native import extension
 
 # Format version by kind of file; older versions can be read. Version 1 had BLAKE2b checksums of all bytes, version 2
-# has those of `checksum`.
-VERSIONS = {"codec": 2, "index": 2, "quantizer": 2, "training": 2}
+# has those of `checksum`. Version 3 of a quantizer names its loss.
+VERSIONS = {"codec": 2, "index": 2, "quantizer": 3, "training": 2}
 
 # (kind, version) -> a function that converts tensors and config of that version to the next, in place. A version
 # without an entry has the same contents as the next.
-MIGRATIONS: dict[tuple[str, int], Callable[[dict[str, Tensor], dict[str, Any]], None]] = {}
+MIGRATIONS: dict[tuple[str, int], Callable[[dict[str, Tensor], dict[str, Any]], None]] = {
+    ("quantizer", 2): lambda tensors, config: config.update(loss="paper"),
+}
 
 _KEYS = 2048  # 32-bit words per sum
 

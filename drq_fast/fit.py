@@ -202,11 +202,22 @@ def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
     return torch.cat([x[chosen], zeros[len(chosen) :]])
 
 
-def revive(x: Tensor, codes: Tensor, codebook: Tensor, scale: Tensor, generator: torch.Generator) -> Tensor:
-    """Replaces every codeword that no code uses by a badly approximated row of x [N, D]; returns the new codebook."""
-    used = torch.zeros(len(codebook), dtype=torch.bool, device=codebook.device)
-    used[codes.long().flatten()] = True
-    dead = (~used).nonzero().squeeze(1)
+def revive(
+    x: Tensor,
+    codes: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    generator: torch.Generator,
+    unused: Tensor | None = None,
+) -> Tensor:
+    """Replaces unused codewords by badly approximated rows of x [N, D]; returns the new codebook.
+
+    unused [K] bool: None are those that do not occur in the codes [N, M] of x.
+    """
+    if unused is None:
+        unused = torch.ones(len(codebook), dtype=torch.bool, device=codebook.device)
+        unused[codes.long().flatten()] = False
+    dead = unused.nonzero().squeeze(1)
     if len(dead) == 0:
         return codebook
     codec = Parameters(codebook, scale, None)

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from . import backends, checks
-from .backends.types import Database, Distortion, Loss, Parameters, Quantized, SearchResult
+from .backends.types import Database, Distortion, Loss, Parameters, Quantized, SearchResult, SquaredErrors
 
 __all__ = [
     "Distortion",
     "Loss",
     "Quantized",
     "SearchResult",
+    "SquaredErrors",
     "adc",
     "decode",
     "distortion",
@@ -27,7 +28,32 @@ __all__ = [
     "loss",
     "quantize",
     "search",
+    "squared_errors",
 ]
+
+
+def squared_errors(
+    x: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    commitment: float = 1.0,
+    offset: Tensor | None = None,
+    backend: str | None = None,
+) -> SquaredErrors:
+    """Squared errors after each level: SquaredErrors(errors [N, M], codes [N, M] int64); differentiable once.
+
+    errors[:, m] = ||sg[x] - xhat_m||^2 + commitment * ||x - sg[xhat_m]||^2, where sg stops the gradient: the first term
+    trains the codec, the second moves x.
+
+    >>> loss = squared_errors(x, codebook, scale).errors.mean()
+    """
+    _, D, _ = checks.codec("squared_errors", codebook, scale, offset)
+    checks.vectors("squared_errors", "x", x, D, codebook.device)
+    commitment = checks.commitment("squared_errors", commitment)
+    codec = Parameters(codebook, scale, offset)
+    column = backends.choose("squared_errors", x.device.type, backend, backends.cannot_encode(x, codec, 1))
+    return column.squared_errors(x, codec, commitment)
 
 
 def quantize(
@@ -116,13 +142,13 @@ def encode(
 ) -> Tensor:
     """Codes [N, M] of x, uint8 for K <= 256, else int32. A wider beam finds better codes and takes longer.
 
-    level_weights [M]: how much the error after each level counts when a beam compares codes; None counts all alike.
+    level_weights [M]: how much the error after each level counts when a beam compares codes; `default_weights` if None.
 
     >>> codes = encode(x, codebook, scale, beam=16)
     """
     _, D, M = checks.codec("encode", codebook, scale, offset)
     checks.vectors("encode", "x", x, D, codebook.device)
-    beam, omega = checks.beam("encode", beam), checks.level_weights("encode", level_weights, M)
+    beam, omega = checks.beam("encode", beam), checks.level_weights("encode", level_weights, M) or default_weights(M)
     return encode_checked(x, Parameters(codebook, scale, offset), beam, omega, backend)
 
 
@@ -132,8 +158,14 @@ def encode_checked(
     """`encode` by arguments that are known to be right, with a codec whose tables may be there already."""
     K, M = len(codec.codebook), len(codec.scale)
     beam = min(beam, K ** min(M - 1, 8))  # there are no more paths than that
-    column = _column_of_levels("encode", x, codec, backend)
+    unsupported = backends.cannot_encode(x, codec, beam)
+    column = backends.choose("encode", x.device.type, backend, unsupported, _few_rows(x, codec) and beam > 1)
     return column.encode(x, codec, beam, _as_floats(omega, x.device))
+
+
+def default_weights(levels: int) -> tuple[float, ...]:
+    """How much each level counts in a beam and in `fit` where the user does not say: the full length most."""
+    return (0.16, *[0.1] * (levels - 2), 1.0) if levels > 1 else (1.0,)
 
 
 def decode(
@@ -155,8 +187,15 @@ def decode(
     return decode_checked(codes[:, :length], Parameters(codebook, scale, offset), backend)
 
 
-def decode_checked(codes: Tensor, codec: Parameters, backend: str | None = None) -> Tensor:
-    """`decode` of all levels of codes that are known to be right: looking at them would synchronise a GPU."""
+def decode_checked(
+    codes: Tensor, codec: Parameters, backend: str | None = None, lengths: Tensor | None = None
+) -> Tensor:
+    """`decode` of all levels of codes that are known to be right: looking at them would synchronise a GPU.
+
+    lengths [N]: the number of levels of each code, instead of all.
+    """
+    if lengths is not None:
+        return backends.plain_torch.decode(codes, codec, lengths)
     unsupported = backends.cannot_differentiate(codec)
     return backends.choose("decode", codec.codebook.device.type, backend, unsupported).decode(codes, codec)
 
@@ -241,10 +280,13 @@ def _column_of_levels(
     op: str, x: Tensor, codec: Parameters, backend: str | None, gamma: float | Tensor = 1.0
 ) -> ModuleType:
     """The backend of an operation that goes through the levels."""
-    unsupported, device = backends.cannot_quantize(x, codec, gamma), x.device.type
-    # With few rows on the CPU, C C^T would take longer than all distances.
-    few = device == "cpu" and 1024 <= len(codec.codebook) >= 4 * len(x) * len(codec.scale)
-    return backends.choose(op, device, backend, unsupported, torch_is_faster=few)
+    unsupported = backends.cannot_quantize(x, codec, gamma)
+    return backends.choose(op, x.device.type, backend, unsupported, torch_is_faster=_few_rows(x, codec))
+
+
+def _few_rows(x: Tensor, codec: Parameters) -> bool:
+    """Whether C C^T would take longer on the CPU than all distances."""
+    return x.device.type == "cpu" and 1024 <= len(codec.codebook) >= 4 * len(x) * len(codec.scale)
 
 
 def _as_floats(values: Sequence[float] | None, device: torch.device) -> Tensor | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from . import checks, files, functional, modes
+from . import checks, files, functional, modes, objective
 from . import codec as codecs
 from . import fit as fitting
 from .backends.types import Parameters
@@ -22,6 +23,7 @@ from .codes import bits
 # gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). By
 # benchmarks/ablation_gamma.py, training with less than 4 pulls codewords together; more than 4 changes little.
 GAMMA_C = 4.0
+_FEW = 4  # vectors per codeword below which k-means finds little
 
 
 class QuantizerOutput(NamedTuple):
@@ -35,12 +37,12 @@ class QuantizerOutput(NamedTuple):
 class RecurrentQuantizer(nn.Module):
     """Quantizes vectors [..., dim] to codes [..., levels] in 0..codewords-1; any prefix of a code is a shorter code.
 
-    scale: "shared" scales level m by w**m with w learned, "per_level" learns levels - 1 factors. offset: learn a vector
-    that is subtracted first. gamma: sharpness of the soft assignment; None derives it from the data. weights: of the
-    hard, soft and joint errors in the loss. level_weights [levels]: of the levels in each error. joint: "gap" is
-    |E_h - E_s|, "mse" the squared distance of the two approximations. init: "kmeans" initialises the codebook from the
-    first training batch. gradient: of `quantized` with respect to x. See docs/design.md for details and docs/math.md
-    for definitions.
+    loss: "squared" is the mean squared error after each level, with `commitment` times as much for x; "paper" has the
+    hard, soft and joint errors of the paper, with their `weights`. scale: "shared" scales level m by w**m with w
+    learned, "per_level" learns levels - 1 factors. offset: learn a vector that is subtracted first. level_weights
+    [levels]: of the levels in each error. init: "kmeans" initialises the codebook from the first training batch.
+    gradient: of `quantized` with respect to x. gamma and joint belong to the paper's loss. See docs/design.md for
+    details and docs/math.md for definitions.
 
     >>> layer = RecurrentQuantizer(dim=2048, codewords=256, levels=4)
     >>> quantized, codes, loss = layer(x)
@@ -52,11 +54,13 @@ class RecurrentQuantizer(nn.Module):
         codewords: int = 256,
         levels: int = 4,
         *,
+        loss: str = "squared",
+        commitment: float = 1.0,
         scale: str = "shared",
         offset: bool = True,
         gamma: float | None = None,
         joint: str = "gap",
-        weights: Sequence[float] = (1.0, 1.0, 1.0),
+        weights: Sequence[float] | None = None,
         level_weights: Sequence[float] | None = None,
         init: str = "kmeans",
         gradient: str = "straight_through",
@@ -66,6 +70,7 @@ class RecurrentQuantizer(nn.Module):
         self.dim = checks.integer(op, "dim", dim, 1)
         self.codewords = checks.integer(op, "codewords", codewords, 2, checks.MAX_CODEWORDS)
         self.levels = checks.integer(op, "levels", levels, 1)
+        checks.choice(op, "loss", loss, ("squared", "paper"))
         checks.choice(op, "scale", scale, ("shared", "per_level"))
         checks.choice(op, "joint", joint, ("gap", "mse"))
         checks.choice(op, "init", init, ("kmeans", "random"))
@@ -73,8 +78,12 @@ class RecurrentQuantizer(nn.Module):
         offset = checks.boolean(op, "offset", offset)
         if gamma is not None:
             checks.gamma(op, gamma)
-        self.joint, self.init, self.gradient = joint, init, gradient
-        self.weights = checks.weights(op, weights)
+        if loss == "squared" and (weights is not None or joint != "gap"):
+            name, value = ("joint", joint) if weights is None else ("weights", weights)
+            checks.fail(op, name, 'left out unless loss="paper"', repr(value))
+        self.loss, self.joint, self.init, self.gradient = loss, joint, init, gradient
+        self.commitment = checks.commitment(op, commitment)
+        self.weights = checks.weights(op, (1.0, 1.0, 1.0) if weights is None else weights)
         self.level_weights = checks.level_weights(op, level_weights, levels)
         self.fixed_gamma = None if gamma is None else float(gamma)
 
@@ -88,6 +97,8 @@ class RecurrentQuantizer(nn.Module):
         self.initialised = init == "random" and not offset and gamma is not None
         self._initialised: Tensor
         self.register_buffer("_initialised", torch.tensor(self.initialised))
+        self._observed: Tensor  # how often each codeword was used in the codes given to `observe`
+        self.register_buffer("_observed", torch.zeros(codewords, dtype=torch.int64))
 
     @property
     def scale(self) -> Tensor:
@@ -102,42 +113,55 @@ class RecurrentQuantizer(nn.Module):
         """Length of a full code in bits; `levels` parts of equal length make it up."""
         return bits(self.codewords, self.levels)
 
-    def forward(self, x: Tensor, *, levels: int | None = None, reconstruct: bool = True) -> QuantizerOutput:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        levels: int | Tensor | None = None,
+        mask: Tensor | None = None,
+        reduction: str = "mean",
+        reconstruct: bool = True,
+    ) -> QuantizerOutput:
         """x [..., dim] -> (quantized [..., dim], codes [..., levels] int64, loss scalar).
 
-        quantized has the values of the decoded codes and the gradient chosen by `gradient`. `levels` runs fewer levels.
-        `reconstruct=False` skips `quantized`, which is cheaper if only codes and loss are needed. The first forward in
-        training mode initialises the layer from x (see `initialise`).
+        quantized has the values of the decoded codes and the gradient chosen by `gradient`. levels: runs fewer levels;
+        a tensor [...] has a number for each vector, codes being those of all levels. mask [...] bool: vectors that are
+        False stay as they are, have code -1 and do not count in the loss. reduction: "row" gives the loss of every
+        vector [...], "level" that of every level [levels]. reconstruct=False skips `quantized`, which is cheaper if
+        only codes and loss are needed. The first forward in training mode initialises the layer from x (see
+        `initialise`).
         """
         op = "RecurrentQuantizer"
         checks.floating(op, "x", x, device=self.codebook.device)
         flat = checks.rows(op, "x", x, self.dim)
-        L = checks.levels(op, levels, self.levels)
+        checks.choice(op, "reduction", reduction, objective.REDUCTIONS)
+        L, lengths = checks.level_numbers(op, levels, self.levels, x.shape[:-1], x.device)
+        counted = checks.row_mask(op, mask, x.shape[:-1], x.device)
         if self.level_weights is not None and not any(self.level_weights[:L]):
             checks.fail(op, "level_weights", f"above 0 somewhere in the first {L} levels", self.level_weights)
+        if counted is not None:
+            flat = flat.masked_fill(~counted[:, None], 0)
         if not self.initialised:
-            self._initialise_in_forward(flat)
-        scale = self.scale[:L]
-        loss, flat_codes = functional.loss(
-            flat,
-            self.codebook,
-            scale,
-            gamma=self.gamma,
-            offset=self.offset,
-            weights=self.weights,
-            level_weights=None if self.level_weights is None else self.level_weights[:L],
-            joint=self.joint,
-        )
-        codes = flat_codes.reshape(*x.shape[:-1], L)
+            self._initialise_in_forward(flat if counted is None else flat[counted])
+        codec = Parameters(self.codebook, self.scale[:L], self.offset)
+        omega = None if self.level_weights is None else self.level_weights[:L]
+        batch = objective.Batch(flat, lengths, counted)
+        if self.loss == "squared":
+            loss, chosen = objective.squared(batch, codec, self.commitment, omega, reduction)
+        else:
+            loss, chosen = objective.paper(batch, codec, self.gamma, self.weights, omega, self.joint, reduction)
+        codes = chosen if counted is None else torch.where(counted[:, None], chosen, -1)
+        codes = codes.reshape(*x.shape[:-1], L)
+        loss = loss.reshape(x.shape[:-1]) if reduction == "row" else loss
         if not reconstruct:
             return QuantizerOutput(None, codes, loss)
         with torch.no_grad():
-            hard = functional.decode_checked(flat_codes, Parameters(self.codebook, scale, self.offset)).to(x.dtype)
+            hard = functional.decode_checked(chosen, codec, lengths=lengths).to(x.dtype)
         through = flat
         if self.gradient == "soft":
-            through = functional.quantize(flat, self.codebook, scale, gamma=self.gamma, offset=self.offset).soft
-        quantized = hard + (through - through.detach())  # adds an exact zero that carries the gradient
-        return QuantizerOutput(quantized.reshape(x.shape), codes, loss)
+            through = functional.quantize(flat, *codec.tensors()[:2], gamma=self.gamma, offset=self.offset).soft
+        quantized = (hard + (through - through.detach())).reshape(x.shape)  # adds an exact zero that has the gradient
+        return QuantizerOutput(quantized if mask is None else torch.where(mask[..., None], quantized, x), codes, loss)
 
     def codec(self) -> Codec:
         """A frozen copy of the current parameters in float32, independent of later training.
@@ -149,22 +173,40 @@ class RecurrentQuantizer(nn.Module):
             return Codec(self.codebook, self.scale, self.offset, level_weights=self.level_weights)
 
     @torch.no_grad()
-    def encode(self, x: Array, beam: int = 1) -> Array:
+    def encode(self, x: Array, beam: int = 1, levels: int | None = None) -> Array:
         """x [..., dim], torch or numpy -> codes [..., levels] in kind: uint8 for K <= 256, else int32.
 
         >>> codes = layer.encode(x, beam=16)
         """
         self.require_initialised("encode")
-        return codecs.encode(x, self._as_codec(), beam, self.level_weights)
+        return codecs.encode(x, self._as_codec(), beam, self.level_weights, levels)
 
     @torch.no_grad()
-    def decode(self, codes: Array, levels: int | None = None) -> Array:
+    def decode(self, codes: Array, levels: int | Tensor | None = None) -> Array:
         """codes [..., M], torch or numpy -> vectors [..., dim] in kind, from the first `levels` levels.
+
+        levels: a tensor [...] has a number for each code.
 
         >>> x_hat = layer.decode(codes, levels=2)
         """
         self.require_initialised("decode")
         return codecs.decode(codes, self._as_codec(), levels)
+
+    def embed(self, codes: Tensor) -> Tensor:
+        """codes [..., L] -> what each level adds, [..., L, dim], differentiable; their sum is `decode(codes)`.
+
+        The offset is part of level 0.
+
+        >>> tokens = layer.embed(codes)
+        """
+        self.require_initialised("embed")
+        flat = checks.code_rows("embed", checks.integers("embed", "codes", codes), self.levels)
+        checks.code_range("embed", flat, self.codewords)
+        L = flat.shape[1]
+        words = self.scale[:L, None] * self.codebook[flat.long()]  # [N, L, dim]
+        if self.offset is not None:
+            words = torch.cat([words[:, :1] + self.offset, words[:, 1:]], dim=1)
+        return words.reshape(*codes.shape, self.dim)
 
     def _as_codec(self) -> Parameters:
         """The current parameters, in their own dtype and not copied."""
@@ -183,6 +225,12 @@ class RecurrentQuantizer(nn.Module):
 
     def _initialise(self, x: Tensor, seed: int | None) -> None:
         _check_data("initialise", x)
+        if self.init == "kmeans" and len(x) < _FEW * self.codewords:
+            warnings.warn(
+                f"initialise: {len(x)} vectors are few for {self.codewords} codewords; before training, call "
+                f"layer.initialise(x) with at least {_FEW * self.codewords}.",
+                stacklevel=2,
+            )
         x = fitting.sample(x, max(64 * self.codewords, 1 << 14), self.dim, fitting.seeded(seed))
         if self.init == "kmeans":
             omega = None if self.level_weights is None else x.new_tensor(self.level_weights)
@@ -223,7 +271,7 @@ class RecurrentQuantizer(nn.Module):
         def update() -> None:
             data = fitting.sample(x, rows, self.dim, fitting.seeded(seed)).to(self.codebook.device)
             _check_data("fit", data)
-            omega = self.level_weights or codecs.default_weights(self.levels)
+            omega = self.level_weights or functional.default_weights(self.levels)
             fitted = self._fit(
                 data, omega=data.new_tensor(omega), rounds=rounds, beam=beam, noise=fitting.NOISE, seed=seed
             )
@@ -283,24 +331,47 @@ class RecurrentQuantizer(nn.Module):
         checks.code_range("usage", flat, self.codewords)
         return torch.stack([torch.bincount(c.long(), minlength=self.codewords) for c in flat.unbind(dim=1)])
 
-    @modes.plainly
-    def revive(self, x: Tensor | np.ndarray, *, seed: int | None = None) -> int:
-        """Replaces codewords that no vector of x [..., dim] uses by badly approximated rows of x; returns how many.
+    def perplexity(self, codes: Tensor | np.ndarray) -> Tensor:
+        """exp(entropy) of the codewords at each level of codes [..., levels], [levels]: K if all are used alike."""
+        share = self.usage(codes).double()
+        share = share / share.sum(dim=1, keepdim=True).clamp_min(1)
+        return torch.exp(torch.special.entr(share).sum(dim=1)).float()
 
-        Call it occasionally in the training loop. With torch.distributed every rank must call it; rank 0 decides.
+    @torch.no_grad()
+    def observe(self, codes: Tensor) -> None:
+        """Counts the codewords in codes [..., levels] for the next `revive`, without -1, the code of masked vectors.
+
+        Call it after every training step (or part of one): a codeword that one batch does not use is not dead.
+        """
+        values = checks.integers("observe", "codes", codes).flatten().long()
+        checks.code_range("observe", values[values >= 0], self.codewords)
+        self._observed += torch.bincount(values[values >= 0], minlength=self.codewords).to(self._observed.device)
+
+    @modes.plainly
+    def revive(self, x: Tensor | np.ndarray, *, below: int = 1, seed: int | None = None) -> int:
+        """Replaces unused codewords by badly approximated rows of x [..., dim]; returns how many.
+
+        Unused are those that the codes given to `observe` since the last revival used fewer than `below` times; if
+        nothing was observed, those that no vector of x uses. With torch.distributed every rank must call it: counts of
+        all ranks are added, and rank 0 decides.
         """
         self.require_initialised("revive")
         data, seed = self._data("revive", x), checks.seed("revive", seed)
+        below = checks.integer("revive", "below", below, 1)
+        if _distributed():
+            dist.all_reduce(self._observed)
         before = self.codebook.detach().clone()
-        self._on_rank_zero("revive", lambda: self._revive(data, seed))
+        self._on_rank_zero("revive", lambda: self._revive(data, below, seed))
         return int((self.codebook != before).any(dim=1).sum())
 
-    def _revive(self, x: Tensor, seed: int | None) -> None:
+    def _revive(self, x: Tensor, below: int, seed: int | None) -> None:
         _check_data("revive", x)
         x = x if self.offset is None else x - self.offset.float()
         codebook, scale = self.codebook.float(), self.scale.float()
         codes = functional.encode_checked(x, Parameters(codebook, scale, None), 1, None)
-        self.codebook.copy_(fitting.revive(x, codes, codebook, scale, fitting.seeded(seed)))
+        unused = self._observed < below if bool(self._observed.any()) else None
+        self.codebook.copy_(fitting.revive(x, codes, codebook, scale, fitting.seeded(seed), unused))
+        self._observed.zero_()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes parameters and constructor arguments to a safetensors file, atomically."""
@@ -331,10 +402,12 @@ class RecurrentQuantizer(nn.Module):
             "offset": self.offset is not None,
             "gamma": self.fixed_gamma,
             "joint": self.joint,
-            "weights": self.weights,
+            "weights": self.weights if self.loss == "paper" else None,
             "level_weights": self.level_weights,
             "init": self.init,
             "gradient": self.gradient,
+            "loss": self.loss,
+            "commitment": self.commitment,
         }
 
     def extra_repr(self) -> str:
@@ -362,15 +435,16 @@ class RecurrentQuantizer(nn.Module):
                 f"{op}: the layer has not seen data yet; call layer.initialise(x), train it or load its weights first."
             )
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        state_dict.setdefault(f"{prefix}_observed", torch.zeros_like(self._observed))  # version 0.1.0 had none
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.initialised = bool(self._initialised)
         if self.fixed_gamma is not None:
             self.fixed_gamma = float(self.gamma)
 
     def _on_rank_zero(self, op: str, update: Callable[[], None], *others: Tensor) -> None:
         """Runs `update` on rank 0 and broadcasts parameters, buffers and others; an error is raised on every rank."""
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if not _distributed():
             return update()
         failure: Exception | None = None
         if dist.get_rank() == 0:
@@ -386,6 +460,10 @@ class RecurrentQuantizer(nn.Module):
             raise RuntimeError(f"{op}: failed on rank 0: {reason[0]}")
         for tensor in [*self.parameters(), *self.buffers(), *others]:
             dist.broadcast(tensor.detach(), src=0)
+
+
+def _distributed() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _check_data(op: str, x: Tensor) -> None:

@@ -28,12 +28,11 @@ def choose(*arguments: str) -> str:
 
 
 def test_explicit_choice_works_or_raises(monkeypatch):
-    assert choose("decode", CPU) == "torch"
     assert choose("adc", CPU, "torch") == "torch"
     with pytest.raises(
-        BackendUnavailable, match=r"^decode: backend 'native' cannot be used on cpu: it has no decode for cpu\.$"
+        BackendUnavailable, match=r"^decode: backend 'native' cannot be used on cuda: it has no decode for cuda\.$"
     ):
-        choose("decode", CPU, "native")
+        choose("decode", "cuda", "native")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(BackendUnavailable, match="it has no decode for cpu"):
         choose("decode", CPU, "triton")
@@ -122,6 +121,8 @@ def test_info_tells_what_the_environment_forces(monkeypatch):
     assert cpu("search") == {"operation": "search", "backend": "torch", "why not": "DRQ_FAST_BACKEND=torch"}
     monkeypatch.setenv("DRQ_FAST_BACKEND", "native")
     assert cpu("search")["backend"] == "native"
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("DRQ_FAST_BACKEND", "triton")
     assert cpu("decode")["backend"] == "none"
     assert "it has no decode for cpu" in cpu("decode")["why not"]
     monkeypatch.setenv("DRQ_FAST_BACKEND", "foo")

@@ -21,9 +21,9 @@ WORLD = 2
 class Model(nn.Module):
     """A linear map and the layer; the loss is all that is returned, as in training by the loss alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss: str) -> None:
         super().__init__()
-        self.linear, self.layer = nn.Linear(6, 4), RecurrentQuantizer(4, 8, 3)
+        self.linear, self.layer = nn.Linear(6, 4), RecurrentQuantizer(4, 8, 3, loss=loss)
 
     def forward(self, x: torch.Tensor, levels: int) -> torch.Tensor:
         return self.layer(self.linear(x), levels=levels, reconstruct=False).loss
@@ -41,12 +41,12 @@ def train(model: nn.Module, rows: slice, steps: range) -> None:
         optimiser.step()
 
 
-def worker(rank: int, folder: str) -> None:
+def worker(rank: int, folder: str, loss: str) -> None:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     torch.manual_seed(rank)  # DDP broadcasts rank 0's weights; the k-means start must not depend on the rank either
-    model = DistributedDataParallel(Model())
+    model = DistributedDataParallel(Model(loss))
     rows = slice(32 * rank, 32 * rank + 32)
     assert not model.module.layer.initialised
     model(batch(0)[rows], 3)  # starts the layer, on rank 0 and from its rows
@@ -60,6 +60,10 @@ def worker(rank: int, folder: str) -> None:
         layer.codebook[5] = 1e4
     revived = layer.revive(batch(9)[rows][:, :4] + rank)  # each rank offers other rows; rank 0's are taken
     torch.save((revived, layer.codebook.detach()), f"{folder}/revived{rank}")
+    layer.observe(torch.tensor([[0, 1, 2], [3, 4, 5]]) if rank else torch.tensor([[6, 6, 6]]))
+    before = layer.codebook.detach().clone()
+    layer.revive(batch(9)[rows][:, :4], seed=0)
+    torch.save((layer.codebook != before).any(dim=1), f"{folder}/observed{rank}")
 
     broken = batch(0)[:, :4] if rank else torch.full((3, 4), float("nan"))
     for op in ("initialise", "fit"):
@@ -73,10 +77,10 @@ def worker(rank: int, folder: str) -> None:
     os._exit(0)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("ranks")
-    mp.spawn(worker, args=(str(folder),), nprocs=WORLD)
+@pytest.fixture(scope="module", params=["squared", "paper"])
+def folder(request, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp(request.param)
+    mp.spawn(worker, args=(str(folder), request.param), nprocs=WORLD)
     return folder
 
 
@@ -87,12 +91,18 @@ def test_both_ranks_start_and_end_with_the_same_weights(folder):
 
 
 def test_two_processes_train_as_one_with_the_joint_batch(folder):
-    model = Model()
+    model = Model(folder.name.rstrip("0"))
     model.load_state_dict(torch.load(folder / "start0"))
     train(model, slice(None), range(1, 8))
     together = torch.load(folder / "end0")
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, together[name], rtol=1e-4, atol=1e-5)
+
+
+def test_counts_of_all_ranks_decide_what_is_revived(folder):
+    first, second = (torch.load(folder / f"observed{rank}") for rank in range(WORLD))
+    assert torch.equal(first, second)
+    assert first.tolist() == [False] * 7 + [True]
 
 
 def test_revived_codewords_are_those_of_rank_zero(folder):

@@ -191,7 +191,7 @@ def test_a_file_that_changes_after_the_check_is_not_read_again(saved, verified):
     mapped = Index.load(path, mmap=True)
     if verified:
         mapped.verify()
-    checked = mapped._codes(mapped._rows, 3)
+    checked = mapped._snapshot(3, None)[1].codes
     with safe_open(path, framework="pt") as file:
         start = path.read_bytes().index(bytes(file.get_tensor("codes").flatten().tolist()))
     with path.open("r+b") as file:

@@ -16,7 +16,7 @@ FLOORS = [
     ["checks", "modes"],
     ["backends", "codes"],
     ["functional", "files"],
-    ["codec"],
+    ["codec", "objective"],
     ["fit"],
     ["quantizer"],
     ["index"],

@@ -20,10 +20,10 @@ def data(N: int = 600, D: int = 6, seed: int = 0) -> torch.Tensor:
     return torch.randn(N, D, generator=generator) @ torch.randn(D, D, generator=generator) + 3
 
 
-@pytest.fixture
-def layer() -> RecurrentQuantizer:
+@pytest.fixture(params=["squared", "paper"])
+def layer(request) -> RecurrentQuantizer:
     torch.manual_seed(0)
-    layer = RecurrentQuantizer(6, codewords=16, levels=3)
+    layer = RecurrentQuantizer(6, codewords=16, levels=3, loss=request.param)
     layer.initialise(data())
     return layer
 
@@ -51,7 +51,9 @@ def test_quantized_has_the_values_of_the_decoded_codes(layer):
 
 
 def test_loss_by_hand():
-    layer = RecurrentQuantizer(1, 2, 2, offset=False, init="random", gamma=math.log(2), weights=(1, 10, 100))
+    layer = RecurrentQuantizer(
+        1, 2, 2, offset=False, init="random", gamma=math.log(2), loss="paper", weights=(1, 10, 100)
+    )
     with torch.no_grad():
         layer.codebook.copy_(torch.tensor([[0.0], [2.0]]))
         layer.w.fill_(0.5)
@@ -264,7 +266,7 @@ def test_bits():
 
 
 def test_state_dict_deepcopy_pickle_keep_everything(layer):
-    others = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), RecurrentQuantizer(6, 16, 3)]
+    others = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), RecurrentQuantizer(6, 16, 3, loss=layer.loss)]
     others[2].load_state_dict(layer.state_dict())
     for other in others:
         assert other.initialised
@@ -382,7 +384,11 @@ def test_numbers_repeat_to_the_bit():
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"scale": "per_level", "offset": False, "level_weights": (1, 2, 3), "joint": "mse"}]
+    "options",
+    [
+        {"commitment": 0.25},
+        {"loss": "paper", "scale": "per_level", "offset": False, "level_weights": (1, 2, 3), "joint": "mse"},
+    ],
 )
 def test_save_and_load(tmp_path, options):
     layer = RecurrentQuantizer(6, 16, 3, **options)
@@ -436,7 +442,7 @@ def test_forward_reads_no_value_of_a_tensor(layer):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("options", [{}, {"gradient": "soft", "scale": "per_level"}])
+@pytest.mark.parametrize("options", [{}, {"loss": "paper"}, {"gradient": "soft", "scale": "per_level"}])
 def test_compiles_without_graph_breaks(backend, options):
     torch._dynamo.reset()
     layer = RecurrentQuantizer(6, 16, 3, **options)

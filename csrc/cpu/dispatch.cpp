@@ -9,6 +9,11 @@ DRQ_DECLARE_COPIES(void, assign, const Training& job)
 DRQ_DECLARE_COPIES(void, evaluate, const Training& job)
 DRQ_DECLARE_COPIES(void, mix, const Training& job)
 DRQ_DECLARE_COPIES(void, backward, const Training& job)
+DRQ_DECLARE_COPIES(void, decode, const Squared& job)
+DRQ_DECLARE_COPIES(void, squared_errors, const Squared& job)
+DRQ_DECLARE_COPIES(void, pulls, const Squared& job)
+DRQ_DECLARE_COPIES(void, add_pulls, const Squared& job, const int64_t* starts, const int64_t* places, int64_t begin,
+                   int64_t end)
 
 bool isa_supported(int isa) {
 #ifdef DRQ_SIMDE
@@ -29,5 +34,22 @@ void assign_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(assign, isa)(job
 void evaluate_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(evaluate, isa)(job); }
 void mix_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(mix, isa)(job); }
 void backward_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(backward, isa)(job); }
+void decode_cpu(const Squared& job, int isa) { DRQ_CHOOSE_COPY(decode, isa)(job); }
+void squared_errors_cpu(const Squared& job, int isa) { DRQ_CHOOSE_COPY(squared_errors, isa)(job); }
+void pulls_cpu(const Squared& job, int isa) { DRQ_CHOOSE_COPY(pulls, isa)(job); }
+void add_pulls_cpu(const Squared& job, const int64_t* starts, const int64_t* places, int64_t begin, int64_t end,
+                   int isa) {
+  DRQ_CHOOSE_COPY(add_pulls, isa)(job, starts, places, begin, end);
+}
+
+void group_codes(const Squared& job, int64_t* starts, int64_t* places) {
+  const int64_t count = job.N * job.M;
+  for (int64_t k = 0; k <= job.K; ++k) starts[k] = 0;
+  for (int64_t i = 0; i < count; ++i) ++starts[job.codes[i] + 1];
+  for (int64_t k = 0; k < job.K; ++k) starts[k + 1] += starts[k];
+  for (int64_t i = 0; i < count; ++i) places[starts[job.codes[i]]++] = i;
+  for (int64_t k = job.K; k > 0; --k) starts[k] = starts[k - 1];  // each start has moved to the next one
+  starts[0] = 0;
+}
 
 }  // namespace drq

@@ -26,12 +26,12 @@ from .native import extension
 from .types import Parameters
 
 BACKENDS = ("torch", "native", "triton")
-OPERATIONS = ("quantize", "distortion", "loss", "encode", "decode", "adc", "search", "squared_norms")
+OPERATIONS = ("squared_errors", "quantize", "distortion", "loss", "encode", "decode", "adc", "search", "squared_norms")
 
 # (operation, device type) -> the backend that is faster than plain torch.
 FASTER: dict[tuple[str, str], str] = {
-    **{(op, "cpu"): "native" for op in OPERATIONS if op != "decode"},
-    **{(op, "cuda"): "triton" for op in ("quantize", "distortion", "loss", "encode", "decode")},
+    **{(op, "cpu"): "native" for op in OPERATIONS},
+    **{(op, "cuda"): "triton" for op in ("squared_errors", "quantize", "distortion", "loss", "encode", "decode")},
     **{(op, "cuda"): "native" for op in ("adc", "search")},
 }
 
@@ -173,6 +173,12 @@ def cannot_quantize(x: Tensor, codec: Parameters, gamma: float | Tensor = 1.0) -
     if len(codec.codebook) > extension.MAX_CODEWORDS:
         return f"it forms K x K inner products, and K is above {extension.MAX_CODEWORDS}"
     return cannot_compile(codec, x)
+
+
+def cannot_encode(x: Tensor, codec: Parameters, beam: int) -> str | None:
+    """Why the kernels of greedy codes or of a beam may not be used, if so. On the CPU greedy codes need no K x K."""
+    greedy = beam == 1 and x.device.type == "cpu"
+    return cannot_compile(codec, x) if greedy else cannot_quantize(x, codec)
 
 
 def cannot_search(query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor | None) -> str | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .types import Database, Distortion, Loss, Parameters, Quantized, SearchResult
+from .types import Database, Distortion, Loss, Parameters, Quantized, SearchResult, SquaredErrors
 
 _MAX_SCORES = 1 << 22  # numbers that encoding or a search holds at a time
 _MAX_GRAM = 8192  # codewords up to which their inner products K x K are formed
@@ -70,7 +70,16 @@ def loss(
     squared distance of the two approximations after the last level. An empty batch has loss 0.
     """
     with torch.autocast(x.device.type, enabled=False):
+        if not any(weights[1:]):
+            return hard_loss(squared_errors(x, codec, 1.0), weights[0], omega)
         return loss_of(distortion(x, codec, gamma), weights, omega, joint)
+
+
+def hard_loss(found: SquaredErrors, weight: float, omega: Tensor | None) -> Loss:
+    """The loss where only E_h counts, given squared errors with commitment 1: no soft assignment is computed."""
+    squared = found.errors - found.errors.detach() / 2  # ||x - xhat||^2, with its gradients by x and by the codec
+    hard = _sqrt(squared)
+    return loss_of(Distortion(hard, hard.detach(), hard.detach(), found.codes), (weight, 0.0, 0.0), omega, "mse")
 
 
 def loss_of(errors: Distortion, weights: tuple[float, float, float], omega: Tensor | None, joint: str) -> Loss:
@@ -81,6 +90,24 @@ def loss_of(errors: Distortion, weights: tuple[float, float, float], omega: Tens
     e_joint = (e_hard - e_soft).abs() if joint == "gap" else errors.joint[:, -1]
     total = weights[0] * e_hard + weights[1] * e_soft + weights[2] * e_joint
     return Loss(total.sum() / torch.sym_max(N, 1), errors.codes)
+
+
+def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredErrors:
+    """The squared errors of x [N, D] after each of M greedy levels, and the codes; differentiable.
+
+    The codec is drawn to x, and x to what its code stands for, `commitment` times as much.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        x, codebook, scale, offset = _wide(x, *codec.tensors())
+        with torch.no_grad():
+            codes = _encode_greedy(x if offset is None else x - offset, codebook, scale)
+        x_hat, errors = torch.zeros_like(x) if offset is None else offset.expand(x.shape), []
+        for m, s in enumerate(scale.unbind()):
+            x_hat = x_hat + s * codebook[codes[:, m]]
+            of_codec = (x.detach() - x_hat).square().sum(dim=1)
+            of_x = (x - x_hat.detach()).square().sum(dim=1)
+            errors.append(of_codec + commitment * of_x)
+        return SquaredErrors(torch.stack(errors, dim=1), codes)
 
 
 def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Tensor:
@@ -103,14 +130,15 @@ def code_dtype(K: int) -> torch.dtype:
     return torch.uint8 if K <= 256 else torch.int32
 
 
-def decode(codes: Tensor, codec: Parameters) -> Tensor:
-    """The vectors [N, D] that codes [N, L] stand for; differentiable."""
+def decode(codes: Tensor, codec: Parameters, lengths: Tensor | None = None) -> Tensor:
+    """The vectors [N, D] that codes [N, L] stand for, or the first lengths [N] levels of each; differentiable."""
     with torch.autocast(codec.codebook.device.type, enabled=False):
         codebook, scale, offset = _wide(*codec.tensors())
-        columns = codes.unbind(dim=1)
-        x_hat = scale[0] * codebook[columns[0].long()]
-        for m, column in enumerate(columns[1:], start=1):
-            x_hat = x_hat + scale[m] * codebook[column.long()]
+        first, *others = codes.long().unbind(dim=1)
+        x_hat = scale[0] * codebook[first]
+        for m, column in enumerate(others, start=1):
+            level = scale[m] * codebook[column]
+            x_hat = x_hat + (level if lengths is None else torch.where((m < lengths)[:, None], level, 0))
         if offset is not None:
             x_hat = x_hat + offset
         return x_hat.to(codec.codebook.dtype)

@@ -17,7 +17,7 @@ from ..kernels import encode as encoding
 from ..kernels import quantize as quantizing
 from . import torch as definition
 from .gradients import centred, like_inputs, refuse_second_derivatives
-from .types import Distortion, Loss, Parameters, Quantized
+from .types import Distortion, Loss, Parameters, Quantized, SquaredErrors
 
 
 def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
@@ -44,7 +44,14 @@ def loss(
 ) -> Loss:
     """The loss of x [N, D] and its codes: see `backends.torch.loss`; differentiable once."""
     with torch.autocast(x.device.type, enabled=False):
+        if not any(weights[1:]):
+            return definition.hard_loss(squared_errors(x, codec, 1.0), weights[0], omega)
         return definition.loss_of(distortion(x, codec, gamma), weights, omega, joint)
+
+
+def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredErrors:
+    """The squared errors of x [N, D] after each level: see `backends.torch.squared_errors`; differentiable once."""
+    raise NotImplementedError
 
 
 @torch.no_grad()

@@ -102,6 +102,13 @@ class Loss(NamedTuple):
     codes: Tensor
 
 
+class SquaredErrors(NamedTuple):
+    """errors [N, M] = ||sg[x] - xhat_m||^2 + commitment * ||x - sg[xhat_m]||^2, sg: no gradient; codes [N, M] int64."""
+
+    errors: Tensor
+    codes: Tensor
+
+
 class SearchResult(NamedTuple):
     """scores [Q, k], best first, and positions [Q, k] int64: rows of the codes, -1 where there were fewer than k."""
 

@@ -58,7 +58,9 @@ class Model(nn.Module):
             fc8 = checks.integer("Model", "dim", dim, fc9 + 1) - fc9 if self.setting.fc8 else 0
             self.head = Head(width, fc8, fc9, activation)
             width = fc8 + fc9
-        self.quantizer = RecurrentQuantizer(width, codewords, levels, weights=self.setting.errors, **quantizer)
+        self.quantizer = RecurrentQuantizer(
+            width, codewords, levels, loss="paper", weights=self.setting.errors, **quantizer
+        )
 
     def features(self, inputs: Tensor) -> Features:
         """A batch for the backbone -> x [N, dim] and z [N, E] or None."""

@@ -7,5 +7,18 @@ from .extension import why_not
 from .loss import loss
 from .quantize import quantize
 from .search import adc, search, squared_norms
+from .squared import decode, squared_errors
 
-__all__ = ["adc", "block_sums", "distortion", "encode", "loss", "quantize", "search", "squared_norms", "why_not"]
+__all__ = [
+    "adc",
+    "block_sums",
+    "decode",
+    "distortion",
+    "encode",
+    "loss",
+    "quantize",
+    "search",
+    "squared_errors",
+    "squared_norms",
+    "why_not",
+]

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import torch as definition
 from ..gradients import centred
 from ..types import Parameters
-from .extension import floats, instruction_set, native, pointer
+from .extension import MAX_CODEWORDS, floats, instruction_set, native, pointer
 from .threads import in_threads, single_threaded, tiles, without_dead_threads
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _TILE = 1 << 20  # floats of a tile that stays in cache
 _PRODUCT = 1 << 26  # multiplications from which C C^T is worth threads
 _TINY = 1 << 18  # entries of C C^T up to which torch's own threads are not used
+_MANY = 1024  # codewords from which C C^T may cost more than it saves
 
 
 class Levels:
@@ -29,9 +30,7 @@ class Levels:
         self.P = -(-self.K // 16) * 16
         self.M = len(codec.scale)
         self.scale = codec.scale.float().contiguous()
-        self.codebook = codec.codebook.float().contiguous()
-        if self.P > self.K:
-            self.codebook = torch.nn.functional.pad(self.codebook, (0, 0, 0, self.P - self.K))
+        self.codebook = _padded(codec.codebook, self.P)
         self.gram = _gram_in_threads(self.codebook)
         self.diagonal = self.gram.diagonal().contiguous()
         self.bias = (self.scale * self.scale)[:, None] * self.diagonal
@@ -51,6 +50,12 @@ class Levels:
     def tile(self, x: Tensor, scores: Tensor) -> _C.Tile:
         """Centred x [n, D] with its products with the codewords, scores [n, P], for the kernels."""
         return native.Tile(levels=self.job, x=pointer(x), scores=pointer(scores), N=len(x))
+
+
+def _padded(codebook: Tensor, P: int) -> Tensor:
+    """[P, D] float32, zeros below the codewords."""
+    dense = codebook.float().contiguous()
+    return dense if len(dense) == P else torch.nn.functional.pad(dense, (0, 0, 0, P - len(dense)))
 
 
 def gram(codebook: Tensor) -> Tensor:
@@ -74,11 +79,64 @@ def _gram_in_threads(codebook: Tensor) -> Tensor:
     return product
 
 
+class Words:
+    """A codec as one level after the other takes it, without C C^T: K padded to P, a multiple of 16, in float32."""
+
+    def __init__(self, codec: Parameters) -> None:
+        self.K, self.D = codec.codebook.shape
+        P = -(-self.K // 16) * 16
+        self.scale = codec.scale.float().contiguous()
+        self.codebook = _padded(codec.codebook, P)
+        self.bias = (self.scale * self.scale)[:, None] * self.codebook.square().sum(dim=1)
+        self.bias[:, self.K :] = float("inf")
+        self.jobs = [
+            native.Levels(
+                codebook=0, gram=0, diagonal=0, bias=pointer(bias), scale=pointer(scale), K=self.K, P=P, D=self.D, M=1
+            )
+            for bias, scale in zip(self.bias, self.scale, strict=True)
+        ]
+
+
+def by_products(N: int, K: int, M: int) -> bool:
+    """Whether M products h C^T of N K D are cheaper than x C^T and C C^T, N K D + K K D; or whether the latter is
+    larger than memory should be."""
+    return K > MAX_CODEWORDS or (K >= _MANY and K > (M - 1) * N)
+
+
 @torch.no_grad()
 def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Tensor:
     """Codes [N, M] of x [N, D], uint8 for K <= 256, else int32: see `backends.torch.encode`."""
     with torch.autocast("cpu", enabled=False):
+        if beam == 1 and by_products(len(x), len(codec.codebook), len(codec.scale)):
+            return _encode_by_products(x, codec.table(Words), codec.offset)
         return _encode(x, codec.table(Levels), codec.offset, beam, omega)
+
+
+def _encode_by_products(x: Tensor, words: Words, offset: Tensor | None) -> Tensor:
+    """Greedy codes: each level multiplies what the levels before it left over with the codewords."""
+    P, M = len(words.codebook), len(words.jobs)
+    codes = torch.empty(len(x), M, dtype=definition.code_dtype(words.K), device="cpu")
+    isa, step = instruction_set(), max(256, _TILE // max(P, words.D))
+
+    def work(_: int, rows: slice) -> None:
+        scores = floats(min(step, rows.stop - rows.start), P)
+        for here in tiles(rows, step):
+            h = centred(x[here], offset)
+            h = h.clone() if h.data_ptr() == x[here].data_ptr() else h
+            chosen = codes.new_empty(len(h), 1)
+            for m, levels in enumerate(words.jobs):
+                torch.mm(h, words.codebook.T, out=scores[: len(h)])
+                tile = native.Tile(levels=levels, x=pointer(h), scores=pointer(scores), N=len(h))
+                job = native.Encode(
+                    tile=tile, omega=0, still_to_come=0, codes=pointer(chosen), beam=1, wide=codes.dtype == torch.int32
+                )
+                native.encode_cpu(job, isa)
+                codes[here, m] = chosen[:, 0]
+                if m + 1 < M:
+                    h.sub_(words.codebook[chosen[:, 0].long()] * words.scale[m])
+
+    in_threads(work, len(x))
+    return codes
 
 
 def _encode(x: Tensor, levels: Levels, offset: Tensor | None, beam: int, omega: Tensor | None) -> Tensor:

@@ -53,7 +53,8 @@ def instruction_set() -> str:
 
 def environment(name: str) -> str | None:
     """The value of an environment variable; None if it is not set or empty."""
-    return (os.environ.get(name) if native is None else native.environment(name)) or None
+    plain = native is None or torch.compiler.is_compiling()  # a compiler cannot trace the extension
+    return (os.environ.get(name) if plain else native.environment(name)) or None
 
 
 @functools.cache

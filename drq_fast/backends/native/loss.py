@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ... import checks
+from .. import torch as definition
 from ..gradients import graphless, like_inputs, refuse_second_derivatives
 from ..types import Loss, Parameters
 from .extension import floats, native, pointer
+from .squared import squared_errors
 from .training import Chosen, Gradients, LossTerms, Recursion, Totals
 
 
@@ -23,6 +25,8 @@ def loss(
     joint: str,
 ) -> Loss:
     """The loss of x [N, D] and its codes: see `backends.torch.loss`; differentiable once."""
+    if not any(weights[1:]):
+        return definition.hard_loss(squared_errors(x, codec, 1.0), weights[0], omega)
     omega = floats(len(codec.scale)).fill_(1) if omega is None else omega
     settings = (checks.gamma_value("loss", gamma), weights, omega, joint)
     with torch.autocast("cpu", enabled=False):

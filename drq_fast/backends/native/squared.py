@@ -1,0 +1,121 @@
+"""Decoding and squared errors on the CPU, in float32: codes in score space, errors and gradients in D dimensions.
+
+Gradients of the codebook are added up codeword by codeword in the order of the rows, so that they do not depend on the
+number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..gradients import centred, graphless, refuse_second_derivatives
+from ..types import Parameters, SquaredErrors
+from .encode import encode
+from .extension import floats, instruction_set, native, pointer
+from .threads import in_threads
+
+if TYPE_CHECKING:
+    from ... import _C
+
+_BLOCK = 1 << 23  # floats of pulls [n, M, D] that are kept at a time
+
+
+@torch.no_grad()
+def decode(codes: Tensor, codec: Parameters) -> Tensor:
+    """The vectors [N, D] that codes [N, L] stand for: see `backends.torch.decode`; not differentiable."""
+    codebook, scale, offset = _dense(codec)
+    codes = codes.to(torch.int64).contiguous()
+    decoded, isa = floats(len(codes), codebook.shape[1]), instruction_set()
+
+    def work(_: int, rows: slice) -> None:
+        job = _job(None, codes[rows], codebook, scale, offset)
+        job.decoded = pointer(decoded[rows])
+        native.decode_cpu(job, isa)
+
+    in_threads(work, len(codes))
+    return decoded.to(codec.codebook.dtype)
+
+
+def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredErrors:
+    """The squared errors of x [N, D] after each level: see `backends.torch.squared_errors`; differentiable once."""
+    with torch.autocast("cpu", enabled=False):
+        return SquaredErrors(*_SquaredErrors.apply(*graphless(x, *codec.tensors()), commitment))
+
+
+class _SquaredErrors(torch.autograd.Function):
+    """Keeps the codes and forms the residuals again for the gradients: M N D operations beside N K D for the codes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, commitment: float) -> Any:
+        """(errors [N, M], codes [N, M] int64)."""
+        codec = Parameters(codebook, scale, offset)
+        codes = encode(x, codec, 1, None).long()
+        dense, isa = _dense(codec), instruction_set()
+        errors = floats(*codes.shape)
+
+        def work(_: int, rows: slice) -> None:
+            h = centred(x[rows], offset)
+            job = _job(h, codes[rows], *dense)
+            job.errors = pointer(errors[rows])
+            native.squared_errors_cpu(job, isa)
+
+        in_threads(work, len(x))
+        ctx.save_for_backward(x, codebook, scale, offset, codes)
+        ctx.commitment = commitment
+        ctx.mark_non_differentiable(codes)
+        return errors.mul_(1 + commitment), codes
+
+    @staticmethod
+    def backward(ctx: Any, derrors: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, codebook, scale and offset."""
+        refuse_second_derivatives("squared_errors", "native")
+        x, codebook, scale, offset, codes = ctx.saved_tensors
+        dense, isa = _dense(Parameters(codebook, scale, offset)), instruction_set()
+        (K, D), (N, M) = codebook.shape, codes.shape
+        dx, dscale, dcodebook = floats(N, D), floats(N, M), floats(K, D).zero_()
+        derrors, step = derrors.float().contiguous(), max(1, _BLOCK // (M * D))
+        starts, pulls = torch.empty(K + 1, dtype=torch.int64, device="cpu"), floats(min(step, N), M, D)
+        native.large_pages(pointer(pulls), pulls.nbytes)
+        for first in range(0, N, step):
+            block = slice(first, min(first + step, N))
+            whole = _job(None, codes[block], *dense)
+            places = torch.empty_like(codes[block])
+            whole.pulls, whole.dcodebook = pointer(pulls), pointer(dcodebook)
+
+            def pull(_: int, rows: slice, first: int = first) -> None:
+                here = slice(first + rows.start, first + rows.stop)
+                h = centred(x[here], offset)
+                job = _job(h, codes[here], *dense)
+                job.derrors, job.pulls, job.dscale = pointer(derrors[here]), pointer(pulls[rows]), pointer(dscale[here])
+                native.pulls_cpu(job, isa)
+                dx[here] = pulls[rows, 0]
+
+            def add(_: int, words: slice, job: _C.Squared = whole, places: Tensor = places) -> None:
+                native.add_pulls_cpu(job, pointer(starts), pointer(places), words.start, words.stop, isa)
+
+            in_threads(pull, block.stop - block.start)
+            native.group_codes(whole, pointer(starts), pointer(places))
+            in_threads(add, K)
+        doffset = None if offset is None else dx.sum(dim=0).to(offset.dtype)
+        of_scale = dscale.sum(dim=0, dtype=torch.float64).to(scale.dtype)
+        return dx.mul_(-ctx.commitment).to(x.dtype), dcodebook.to(codebook.dtype), of_scale, doffset, None
+
+
+def _dense(codec: Parameters) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codebook, scale, offset), float32 and contiguous."""
+    codebook, scale, offset = codec.tensors()
+    return (
+        codebook.detach().float().contiguous(),
+        scale.detach().float().contiguous(),
+        None if offset is None else offset.detach().float().contiguous(),
+    )
+
+
+def _job(h: Tensor | None, codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> _C.Squared:
+    """Of centred vectors h [n, D] and their codes [n, M]; the caller keeps all tensors alive."""
+    (K, D), (N, M) = codebook.shape, codes.shape
+    addresses = {"x": pointer(h), "codebook": pointer(codebook), "scale": pointer(scale), "offset": pointer(offset)}
+    return native.Squared(**addresses, codes=pointer(codes), N=N, D=D, K=K, M=M)
