@@ -111,11 +111,11 @@ def test_one_process_at_a_time(shell):
 
 def test_remains_of_a_kill_are_removed(shell):
     shell.fitted()
-    Path("run/.0123456789abcdef.tmp").mkdir()
-    Path("run/.0123456789abcdef.tmp/new").write_bytes(b"half")
+    Path("run/.drq_fast-0123456789abcdef.tmp").mkdir()
+    Path("run/.drq_fast-0123456789abcdef.tmp/new").write_bytes(b"half")
     Path("run/.mine.tmp").write_bytes(b"mine")
     shell.ok("index", "run", "--force")
-    assert not Path("run/.0123456789abcdef.tmp").exists()
+    assert not Path("run/.drq_fast-0123456789abcdef.tmp").exists()
     assert Path("run/.mine.tmp").exists()
 
 
