@@ -39,7 +39,8 @@ VERSIONS = {"codec": 2, "index": 2, "quantizer": 2, "training": 2}
 # without an entry has the same contents as the next.
 MIGRATIONS: dict[tuple[str, int], Callable[[dict[str, Tensor], dict[str, Any]], None]] = {}
 
-_TEMPORARY = re.compile(r"\.drq_fast-[0-9a-f]{16}\.tmp")
+# Names of temporary folders.
+TEMPORARY = re.compile(r"\.drq_fast-[0-9a-f]{16}\.tmp")
 _KEYS = 2048  # 32-bit words per sum
 _DTYPES = {
     torch.float64: "F64",
@@ -109,6 +110,15 @@ def read_array(op: str, path: str | os.PathLike[str], *, mmap: bool = False) -> 
     if not isinstance(array, np.ndarray):
         raise FileError(f"{op}: {path} is an archive of arrays, not a .npy file.")
     return array
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The value in a JSON file; OSError if it cannot be read, ValueError if it is not JSON."""
+    with open_regular(path) as file:
+        try:
+            return json.loads(file.read())
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
 
 
 def open_regular(
@@ -189,7 +199,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 def remove_remains(folder: Path) -> None:
     """Deletes temporary folders of killed processes: those whose lock nobody holds."""
     with suppress(OSError):
-        found = [entry.path for entry in os.scandir(folder) if _TEMPORARY.fullmatch(entry.name)]
+        found = [entry.path for entry in os.scandir(folder) if TEMPORARY.fullmatch(entry.name)]
         for path in found:
             with suppress(OSError), _handle(path, os.O_NOFOLLOW | os.O_DIRECTORY) as handle:
                 if _flock(handle, wait=False):
