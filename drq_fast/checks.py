@@ -94,13 +94,13 @@ def gamma(op: str, value: Any) -> None:
                 "a number or a float tensor without dimensions",
                 f"{value.dtype} {shape_of(value)}",
             )
-    elif not isinstance(value, Real) or not math.isfinite(value) or value <= 0:
+    elif not isinstance(value, Real) or not 0 < _float(value) < math.inf:
         fail(op, "gamma", "a finite number above 0", repr(value))
 
 
 def gamma_value(op: str, value: float | Tensor) -> float:
     """gamma as a number; reads the value of a tensor, which synchronises a GPU."""
-    number = float(value)
+    number = _float(value)
     gamma(op, number)
     return number
 
@@ -208,9 +208,17 @@ def commitment(op: str, value: Any) -> float:
 def _numbers(value: Any) -> tuple[float, ...] | None:
     """A sequence of numbers as floats; None for anything else, a string of digits included."""
     try:
-        return None if isinstance(value, (str, bytes)) else tuple(float(v) for v in value)
+        return None if isinstance(value, (str, bytes)) else tuple(_float(v) for v in value)
     except (TypeError, ValueError):
         return None
+
+
+def _float(value: Any) -> float:
+    """float(value), infinite where an integer is beyond the range of floats."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def codes(op: str, value: Any, K: int, M: int, device: torch.device, *, name: str = "codes") -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import hashlib
 import io
@@ -10,19 +11,25 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from . import backends, checks
 from .backends.native import extension
+
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # On Windows temporary folders are not locked, and remains of killed processes stay.
+    fcntl = None
 
 # Format version by kind of file; older versions can be read. Version 1 had BLAKE2b checksums of all bytes, version 2
 # has those of `checksum`. Version 3 of a quantizer names its loss.
@@ -34,7 +41,21 @@ MIGRATIONS: dict[tuple[str, int], Callable[[dict[str, Tensor], dict[str, Any]], 
     ("quantizer", 2): lambda tensors, config: config.update(loss="paper"),
 }
 
+# Names of temporary folders.
+TEMPORARY = re.compile(r"\.drq_fast-[0-9a-f]{16}\.tmp")
 _KEYS = 2048  # 32-bit words per sum
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
 
 
 class FileError(ValueError):
@@ -42,20 +63,24 @@ class FileError(ValueError):
 
 
 def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """Writes `tensors` and the JSON-serialisable `config` to `path`, atomically."""
+    """Writes `tensors` and the JSON-serialisable `config` to `path`, atomically; the same contents give the same bytes.
+
+    A symbolic link is replaced by the file; what it points to stays.
+    """
     target = _target("save", path)
-    if target.is_dir():
-        raise IsADirectoryError(f"save: {target} cannot be written: it is a folder.")
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            checks.fail("save", name, "of a dtype that safetensors stores", tensor.dtype, error=TypeError)
     header = {
         "kind": f"drq_fast.{kind}",
         "version": str(VERSIONS[kind]),
         "config": json.dumps(config, sort_keys=True),
         "checksums": json.dumps({name: checksum(tensor) for name, tensor in tensors.items()}, sort_keys=True),
     }
-    _replace(
-        target, lambda temporary: save_file(tensors, temporary, metadata=header | {"header": header_checksum(header)})
-    )
+    header["header"] = header_checksum(header)
+    remove_remains(target.parent)
+    _replace(target, lambda temporary: _write_tensors(temporary, tensors, header))
 
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
@@ -78,6 +103,7 @@ def write_bytes(path: str | os.PathLike[str], content: bytes | memoryview) -> No
 def read_array(op: str, path: str | os.PathLike[str], *, mmap: bool = False) -> np.ndarray:
     """The array of an `.npy` file; with `mmap` it stays on disk."""
     try:
+        open_regular(path).close()
         array = np.load(path, mmap_mode="r" if mmap else None, allow_pickle=False)
     except OSError as error:
         raise _same_kind(error, f"{op}: {path} cannot be read: {error.strerror or error}.") from error
@@ -88,6 +114,32 @@ def read_array(op: str, path: str | os.PathLike[str], *, mmap: bool = False) -> 
     return array
 
 
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """The value in a JSON file; OSError if it cannot be read, ValueError if it is not JSON."""
+    with open_regular(path) as file:
+        try:
+            return json.loads(file.read())
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
+
+
+def open_regular(
+    path: str | os.PathLike[str], mode: str = "rb", *, follow: bool = True, buffering: int = -1
+) -> IO[Any]:
+    """`open`; OSError for a FIFO, a socket or a device, and with `follow=False` for a symbolic link."""
+
+    def opener(name: str, flags: int) -> int:
+        link = 0 if follow else getattr(os, "O_NOFOLLOW", 0)
+        handle = os.open(name, flags | link | getattr(os, "O_NONBLOCK", 0), 0o666)  # does not wait for a FIFO's writer
+        kind = os.fstat(handle).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # `open` itself refuses a folder
+            os.close(handle)
+            raise OSError(errno.EINVAL, "it is not a regular file", name)
+        return handle
+
+    return open(path, mode, buffering, opener=opener)
+
+
 def fingerprint(path: str | os.PathLike[str], kind: str) -> str:
     """The checksum of a file's header, which identifies its contents; reads the header alone."""
     with _opened(_target("load", path), kind) as (_, header):
@@ -95,12 +147,12 @@ def fingerprint(path: str | os.PathLike[str], kind: str) -> str:
 
 
 def read(
-    path: str | os.PathLike[str], kind: str, *, mmap: bool = False, unchecked: Iterable[str] = ()
+    path: str | os.PathLike[str], kind: str, *, mapped: Collection[str] = ()
 ) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, str]]:
     """(tensors, config, checksums) of a file of this kind; raises FileError if it cannot be read.
 
-    Every tensor is verified against its checksum except those named in `unchecked`. With `mmap` tensors stay on disk
-    until they are used.
+    Tensors are copied, and the copies verified against their checksums. Those named in `mapped` stay on disk,
+    unverified.
     """
     target = _target("load", path)
     with _opened(target, kind) as (file, header):
@@ -111,12 +163,9 @@ def read(
             raise ValueError
     except (KeyError, ValueError, RecursionError) as error:
         raise FileError(f"load: {target} is corrupted (its header does not describe its tensors).") from error
-    if not mmap:
-        tensors = {name: tensor.clone() for name, tensor in tensors.items()}
-    skipped = frozenset(unchecked)
-    for name, tensor in tensors.items():
-        if name not in skipped:
-            verify("load", target, name, tensor, checksums[name])
+    tensors = {name: tensor if name in mapped else tensor.clone() for name, tensor in tensors.items()}
+    for name in tensors.keys() - set(mapped):
+        verify("load", target, name, tensors[name], checksums[name])
     for version in range(int(header["version"]), VERSIONS[kind]):
         MIGRATIONS.get((kind, version), lambda tensors, config: None)(tensors, config)
     return tensors, config, checksums
@@ -127,7 +176,7 @@ def describing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """A context in which errors about the contents of a file become a FileError."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise FileError(f"load: {path} does not describe {what} ({error}).") from error
 
 
@@ -138,11 +187,25 @@ def verify(op: str, path: Path, name: str, tensor: Tensor, expected: str) -> Non
         raise FileError(f"{op}: {path} is corrupted (checksum of {name!r} does not match).")
 
 
+@contextmanager
+def temporary_folder(parent: Path) -> Iterator[Path]:
+    """A new folder in `parent`, deleted at the end and locked until then, so that `remove_remains` leaves it alone."""
+    folder, lock = _locked_folder(parent)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
 def remove_remains(folder: Path) -> None:
-    """Removes temporary folders that killed processes left behind; no process may be writing at the same time."""
-    for path in folder.glob(".*.tmp"):
-        if re.fullmatch(r"\.[0-9a-f]{16}\.tmp", path.name):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+    """Deletes temporary folders of killed processes: those whose lock nobody holds."""
+    with suppress(OSError):
+        found = [entry.path for entry in os.scandir(folder) if TEMPORARY.fullmatch(entry.name)]
+        for path in found:
+            with suppress(OSError), _handle(path, os.O_NOFOLLOW | os.O_DIRECTORY) as handle:
+                if _flock(handle, wait=False):
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def checksum(tensor: Tensor) -> str:
@@ -188,7 +251,7 @@ def header_checksum(header: dict[str, str]) -> str:
 def _opened(target: Path, kind: str) -> Iterator[tuple[Any, dict[str, str]]]:
     """The open file and its verified header."""
     try:
-        target.open("rb").close()  # raises FileNotFoundError, PermissionError, ... where safetensors would not
+        open_regular(target).close()  # raises FileNotFoundError, PermissionError, ... where safetensors would not
         with safe_open(target, framework="pt") as file:
             header = file.metadata() or {}
             _check_header(target, kind, header)
@@ -201,24 +264,58 @@ def _opened(target: Path, kind: str) -> Iterator[tuple[Any, dict[str, str]]]:
 
 def _replace(target: Path, write: Callable[[Path], Any]) -> None:
     """Writes into a temporary folder, syncs, and renames; an error leaves nothing behind."""
-    folder = target.with_name(f".{secrets.token_hex(8)}.tmp")  # safetensors writes temporary files, too
     try:
-        try:
-            folder.mkdir()
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a folder")
+        if target.exists() and not target.is_file():
+            raise OSError(errno.EINVAL, "it is not a regular file")
+        with temporary_folder(target.parent) as folder:
             temporary = folder / "new"
-            temporary.touch()
-            mode = temporary.stat().st_mode
             write(temporary)
-            temporary.chmod(mode)  # safetensors makes the file unreadable for others
             _sync(temporary)
             os.replace(temporary, target)
             _sync(target.parent)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    except SafetensorError as error:
-        raise OSError(f"save: {target} cannot be written: {error}.") from error
     except OSError as error:
         raise _same_kind(error, f"save: {target} cannot be written: {error.strerror or error}.") from error
+
+
+def _write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """A safetensors file. `safetensors.torch.save_file` writes the metadata in random order."""
+    order = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # so every tensor is aligned
+    entries: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
+    end = 0
+    for name in order:
+        tensor, begin = tensors[name], end
+        end += tensor.nbytes
+        entries[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    header = json.dumps(entries, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    with path.open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        for name in order:
+            file.write(_bytes(tensors[name]).numpy().data)
+
+
+def _locked_folder(parent: Path) -> tuple[Path, int]:
+    """A new temporary folder and the handle that holds its lock."""
+    while True:
+        folder = parent / f".drq_fast-{secrets.token_hex(8)}.tmp"
+        folder.mkdir()
+        with suppress(FileNotFoundError):  # `remove_remains` of another process deleted it before it was locked
+            lock = os.open(folder, os.O_RDONLY)
+            _flock(lock, wait=True)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def _flock(handle: int, *, wait: bool) -> bool:
+    """Locks an open file or folder; False if another process has it, or if the file system has no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except (OSError, AttributeError):  # AttributeError: there is no fcntl
+        return False
+    return True
 
 
 def _check_header(path: Path, kind: str, header: dict[str, str]) -> None:
@@ -258,8 +355,14 @@ def _same_kind(error: OSError, message: str) -> OSError:
 
 
 def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
+    with _handle(path) as handle:
         os.fsync(handle)
+
+
+@contextmanager
+def _handle(path: str | os.PathLike[str], flags: int = 0) -> Iterator[int]:
+    handle = os.open(path, os.O_RDONLY | flags)
+    try:
+        yield handle
     finally:
         os.close(handle)

@@ -24,6 +24,7 @@ from .codes import bits
 # benchmarks/ablation_gamma.py, training with less than 4 pulls codewords together; more than 4 changes little.
 GAMMA_C = 4.0
 _FEW = 4  # vectors per codeword below which k-means finds little
+_MAX_LEVELS = 1 << 16  # that a file may claim
 
 
 class QuantizerOutput(NamedTuple):
@@ -387,10 +388,12 @@ class RecurrentQuantizer(nn.Module):
         with modes.plain(place):
             tensors, config, _ = files.read(path, "quantizer")
             with files.describing(path, "a quantizer"):
+                _check_sizes(tensors, config)  # before anything of these sizes is allocated
                 layer = cls(**config).to(tensors["codebook"].dtype)
                 layer.load_state_dict(tensors)
                 for name, tensor in tensors.items():
                     checks.finite("load", name, tensor)
+                checks.gamma_value("load", layer.gamma)
             return layer.to(place).eval()
 
     def _config(self) -> dict[str, Any]:
@@ -471,3 +474,16 @@ def _check_data(op: str, x: Tensor) -> None:
         checks.fail(op, "x", "at least one vector", "none")
     checks.finite(op, "x", x)
     checks.squarable(op, "x", x)
+
+
+def _check_sizes(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """ValueError unless the sizes in the config of a file are those of its tensors."""
+    codebook, K, D, M = tensors["codebook"], config["codewords"], config["dim"], config["levels"]
+    checks.floating("load", "codebook", codebook)
+    if list(codebook.shape) != [K, D]:
+        checks.fail("load", "codebook", f"[{K}, {D}]", checks.shape_of(codebook))
+    free = tensors.get("free_scale")
+    if free is None:  # nothing of this size is stored
+        checks.integer("load", "levels", M, 1, _MAX_LEVELS)
+    elif list(free.shape) != [M - 1]:
+        checks.fail("load", "free_scale", f"[{M - 1}]", checks.shape_of(free))

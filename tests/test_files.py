@@ -185,24 +185,6 @@ def test_codes_out_of_range_in_a_mapped_file_never_reach_a_scan(saved):
         index.search(X[:1])
 
 
-@pytest.mark.parametrize("verified", [False, True])
-def test_a_file_that_changes_after_the_check_is_not_read_again(saved, verified):
-    index, path = saved
-    mapped = Index.load(path, mmap=True)
-    if verified:
-        mapped.verify()
-    checked = mapped._snapshot(3, None)[1].codes
-    with safe_open(path, framework="pt") as file:
-        start = path.read_bytes().index(bytes(file.get_tensor("codes").flatten().tolist()))
-    with path.open("r+b") as file:
-        file.seek(start)
-        file.write(b"\xff" * index.codes.numel())
-    assert int(mapped._rows.codes.max()) == 255  # it is the same memory
-    assert torch.equal(checked, index.codes)
-    with pytest.raises(FileError, match=r"codes must be in 0\.\.15"):
-        mapped.search(X[:3])
-
-
 def test_mapped_codes_stay_on_disk_until_used(tmp_path):
     MEGABYTES = 256
     index = Index(make_layer(K=256, M=64, init="random"))

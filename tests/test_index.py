@@ -388,9 +388,9 @@ NAN = X[:2].clone().index_fill_(0, torch.tensor([1]), float("nan"))
         (lambda i: i.add_codes(torch.zeros(1, 2, dtype=torch.uint8)), "add_codes: codes must be [N, 3], got [1, 2]."),
         (lambda i: i.search(X[:, :4]), "search: query must be [N, 5], got [300, 4]."),
         (lambda i: i.search(NAN), "search: query must be finite, got NaN or infinity in row 1."),
-        (lambda i: i.search(X, k=0), "search: k must be an integer from 1 to 2147483647, got 0."),
-        (lambda i: i.search(X, k=-3), "search: k must be an integer from 1 to 2147483647, got -3."),
-        (lambda i: i.search(X, k=2**63), "search: k must be an integer from 1 to 2147483647, got 9223372036854775808."),
+        (lambda i: i.search(X, k=0), "search: k must be an integer from 1 to 1048576, got 0."),
+        (lambda i: i.search(X, k=-3), "search: k must be an integer from 1 to 1048576, got -3."),
+        (lambda i: i.search(X, k=2**63), "search: k must be an integer from 1 to 1048576, got 9223372036854775808."),
         (lambda i: i.add(X, beam=5_000_000), "encode: beam must be an integer from 1 to 4096, got 5000000."),
         (lambda i: i.add(HUGE), "add: x must be finite in torch.float32, got NaN or infinity in row 1."),
         (
@@ -449,8 +449,8 @@ def test_bad_values_change_nothing(call, message):
         ),
         (lambda i: i.remove(5), "remove: ids must be a list, an array or a tensor of ids, got 5."),
         (lambda i: i.search(X, keep=[1.5]), "search: keep must be an integer tensor, got torch.float64."),
-        (lambda i: i.search(X, k=1.5), "search: k must be an integer from 1 to 2147483647, got 1.5."),
-        (lambda i: i.search(X, k=True), "search: k must be an integer from 1 to 2147483647, got True."),
+        (lambda i: i.search(X, k=1.5), "search: k must be an integer from 1 to 1048576, got 1.5."),
+        (lambda i: i.search(X, k=True), "search: k must be an integer from 1 to 1048576, got True."),
         (lambda i: i.search(X, keep=torch.ones(20)), "search: keep must be an integer tensor, got torch.float32."),
     ],
 )  # fmt: skip

@@ -61,10 +61,11 @@ def test_an_encoding_of_something_else_starts_anew(shell, monkeypatch, change):
     if change == "file":
         np.save("x.npy", shell.clustered(3000, seed=5))
     elif change == "model":
-        partial = Path("run/codes.partial").read_bytes(), Path("run/codes.partial.json").read_bytes()
+        kept = {Path("run") / name: b"" for name in ("codes.partial", "codes.partial.json", "run.json")}
+        kept = {path: path.read_bytes() for path in kept}
         shell.ok("fit", "run", "x.npy", *shell.FIT, "--seed", "3", "--force")
-        Path("run/codes.partial").write_bytes(partial[0])
-        Path("run/codes.partial.json").write_bytes(partial[1])
+        for path, content in kept.items():
+            path.write_bytes(content)
     beam = 4 if change == "beam" else 1
     shell.ok("encode", "run", "x.npy", "--force", "--beam", str(beam))
     expected = RecurrentQuantizer.load("run/model.drq").encode(np.load("x.npy"), beam=beam)
@@ -111,11 +112,11 @@ def test_one_process_at_a_time(shell):
 
 def test_remains_of_a_kill_are_removed(shell):
     shell.fitted()
-    Path("run/.0123456789abcdef.tmp").mkdir()
-    Path("run/.0123456789abcdef.tmp/new").write_bytes(b"half")
+    Path("run/.drq_fast-0123456789abcdef.tmp").mkdir()
+    Path("run/.drq_fast-0123456789abcdef.tmp/new").write_bytes(b"half")
     Path("run/.mine.tmp").write_bytes(b"mine")
     shell.ok("index", "run", "--force")
-    assert not Path("run/.0123456789abcdef.tmp").exists()
+    assert not Path("run/.drq_fast-0123456789abcdef.tmp").exists()
     assert Path("run/.mine.tmp").exists()
 
 

@@ -151,15 +151,44 @@ def test_the_same_runs_give_the_same_files(runs):
 
 def test_an_existing_report_is_replaced_only_with_force(runs, capsys):
     old = runs / "run" / "report"
-    old.mkdir()
-    (old / "mine.txt").write_text("kept")
+    command("report", runs / "run", "--points", 40)
     message = refused(capsys, "report", runs / "run", "--points", 0)
     assert message.endswith("report exists already; --force replaces it.")
-    assert (old / "mine.txt").exists()
+    assert (old / "tsne.png").exists()
     command("report", runs / "run", "--points", 0, "--force")
-    names = {path.name for path in old.iterdir()}
-    assert "mine.txt" not in names
-    assert "tsne.png" not in names
+    assert not (old / "tsne.png").exists()
+
+
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_files_of_the_user_in_a_report_are_kept(runs, capsys, force):
+    command("report", runs / "fitted")
+    mine = runs / "fitted" / "report" / "mine.txt"
+    mine.write_text("kept")
+    message = refused(capsys, "report", runs / "fitted", *force)
+    assert message.endswith("report/mine.txt is not a result of this run; move it to another folder.")
+    command("encode", runs / "fitted", runs / "vectors.npy", "--force")
+    assert [path.name for path in mine.parent.iterdir()] == ["mine.txt"]
+
+
+def test_a_report_folder_that_is_a_link_is_left_alone(runs, capsys):
+    command("report", runs / "fitted")
+    report = runs / "fitted" / "report"
+    report.rename(runs / "elsewhere")
+    report.symlink_to(runs / "elsewhere")
+    before = sorted((runs / "elsewhere").iterdir())
+    assert "report is not a result of this run" in refused(capsys, "report", runs / "fitted", "--force")
+    command("encode", runs / "fitted", runs / "vectors.npy", "--force")
+    assert sorted((runs / "elsewhere").iterdir()) == before
+
+
+def test_text_of_the_user_is_escaped_in_the_tables(runs):
+    odd = (runs / "fitted").rename(runs / "a\nb <img src=x onerror=alert(1)> [c](d) | `e` *f*")
+    command("report", odd)
+    lines = (odd / "report" / "report.md").read_text().splitlines()
+    shown = r"a b &lt;img src=x onerror=alert(1)&gt; \[c\](d) \| \`e\` \*f\*"
+    assert lines[0] == f"# {shown}"
+    assert f"| setting | {shown} |" in lines
+    assert not any("<img" in line for line in lines)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
@@ -179,10 +208,11 @@ def test_an_interrupted_report_leaves_what_was_there(runs, monkeypatch, error):
 
 
 def test_what_a_killed_report_left_is_cleared_away(runs):
-    (runs / "run" / "report.partial").mkdir()
-    (runs / "run" / "report.partial" / "half").write_text("")
+    remains = runs / "run" / ".drq_fast-0123456789abcdef.tmp"
+    (remains / "report").mkdir(parents=True)
+    (remains / "report" / "half").write_text("")
     command("report", runs / "run", "--points", 0)
-    assert not (runs / "run" / "report.partial").exists()
+    assert not remains.exists()
     assert not (runs / "run" / "report" / "half").exists()
 
 

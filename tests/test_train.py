@@ -138,7 +138,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_pat
 
 
 def test_what_a_kill_inside_a_write_leaves_is_removed(tmp_path):
-    remains = tmp_path / ".0123456789abcdef.tmp"
+    remains = tmp_path / ".drq_fast-0123456789abcdef.tmp"
     remains.mkdir()
     (remains / ".tmpNH8vv1").write_bytes(b"half a checkpoint")
     train(make_model(), blobs(), config=SHORT, folder=tmp_path)

@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of stdout has closed it; keep Python from failing again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, TypeError, OSError, MemoryError, ImportError, RuntimeError) as error:
+    except (ValueError, TypeError, OSError, MemoryError, ImportError, RuntimeError, OverflowError) as error:
         # One line, without the name of the Python function and the C++ stack that torch appends.
         message = re.sub(r"^\w+: ", "", " ".join(str(error).partition("\nException raised")[0].split()))
         return _failed(f"{name}: {message or type(error).__name__}", 1)

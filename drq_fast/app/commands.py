@@ -19,11 +19,10 @@ from ..index import Index
 from ..quantizer import RecurrentQuantizer
 from ..retrieval.experiment import Experiment, ItemSource
 from ..retrieval.settings import Config, Settings
-from ..retrieval.train import CHECKPOINT
 from . import info as information
 from . import metrics as measures
 from .options import nearest
-from .run import Run, Source
+from .run import Run, Source, vacant
 from .vectors import VectorFiles
 
 Result = tuple[dict[str, Any], str]
@@ -42,7 +41,8 @@ def fit(options: argparse.Namespace) -> Result:
     seed = checks.seed("fit", options.seed) or 0
     levels = checks.integer("fit", "levels", options.levels, 1, 1000)
     layer = RecurrentQuantizer(vectors.dim, options.codewords, levels, scale=options.scale)
-    run.vacant(run.model, options.force)
+    run.claim_folder()
+    run.all_vacant(options.force)
     default = max(1 << 16, 256 * layer.codewords)
     sample = default if options.sample is None else checks.integer("fit", "sample", options.sample, 1)
     x = vectors.sample(sample, seed)
@@ -54,11 +54,11 @@ def fit(options: argparse.Namespace) -> Result:
         "drq_fast": __version__,
     }
     with run.writing():
-        run.vacant(run.model, options.force)  # another process may have written one meanwhile
+        run.claim_folder()  # again: another process may have written here meanwhile
+        run.all_vacant(options.force)
         errors = layer.fit(x, rounds=options.rounds, beam=options.beam, sample=len(x), seed=seed)
         run.replace_model(layer, config)
-        for path in (run.folder / CHECKPOINT, run.history):  # left by a training in the same folder
-            path.unlink(missing_ok=True)
+        run.forget(run.checkpoint, run.history)  # left by a training in the same folder
     lengths = _lengths(layer.codewords, layer.levels)
     result = {"model": str(run.model), "sample": len(x), "errors": dict(zip(map(str, lengths), errors, strict=True))}
     rows = [(f"{b} bits", f"{e:.4f}") for b, e in zip(lengths, errors, strict=True)]
@@ -89,6 +89,7 @@ def index(options: argparse.Namespace) -> Result:
         codes, _ = run.load_codes()
         made = Index(layer, metric=_metric(run, options))
         made.add_codes(codes, None if options.ids is None else files.read_array("index", options.ids))
+        run.claim(run.index)
         made.save(run.index)
     size = run.index.stat().st_size
     result = {"index": str(run.index), "size": len(made), "metric": made.metric, "bytes": size}
@@ -104,7 +105,7 @@ def search(options: argparse.Namespace) -> Result:
         checks.fail("search", "queries", "a file of vectors", "none")
     target = None if options.out is None else Path(options.out)
     if target is not None:
-        run.vacant(target, options.force)
+        vacant(target, options.force)
     queries = VectorFiles([path])
     made = Index.load(run.index)
     if queries.dim != made.dim:
@@ -137,14 +138,17 @@ def train(options: argparse.Namespace) -> Result:
     experiment.model()  # raises errors before anything is written
     config = {"command": "train", **dataclasses.asdict(settings), **dataclasses.asdict(experiment.config)}
     config = json.loads(json.dumps(config)) | {"drq_fast": __version__}
+    run.claim_folder()
     with run.writing():
+        run.claim_folder()  # again: another process may have written here meanwhile
         _make_way(run, config, options.force)
+        run.claim(run.model, *run.of_training)
         run.write_json(run.config, config)
         try:
             model, history = experiment.train(run.folder)
         finally:
-            if not (run.folder / CHECKPOINT).exists():
-                run.config.unlink()  # the training has not begun
+            if not run.checkpoint.exists():
+                run.forget(run.model, *run.of_training)  # the training has not begun
         run.write_json(run.history, {"epochs": history})
         run.replace_model(model.quantizer, config)
     counts = {name: len(rows) for name, rows in experiment.split._asdict().items()}
@@ -198,11 +202,12 @@ def _by_labels(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace)
     experiment = run.experiment()
     database = _database(run, experiment, layer)
     if not run.codes.exists():
-        run.encode(layer, database, beam=1, force=False)
+        run.encode(layer, database, beam=1, force=options.force)
     codes, made_by = run.load_codes()
     if made_by["source"] != json.loads(json.dumps(database.identity())):
         raise FileError(f"run: {run.codes} are codes of other items than the database; encode again with --force.")
     query = experiment.features(database.model, experiment.split.query)
+    run.claim(run.queries)
     files.write_array(run.queries, query.numpy())
     x = experiment.features(database.model, experiment.split.database) if options.exact else None
     return measures.by_labels(layer, codes, query, experiment, _metric(run, options), x)
@@ -233,26 +238,22 @@ def _make_way(run: Run, config: dict[str, Any], force: bool) -> None:
 
     An unfinished training with the same settings stays, so that it is resumed, with or without `force`.
     """
-    if not run.config.exists() and not run.model.exists():
-        return
-    there = {} if force and not run.config.exists() else run.read_json(run.config, "train")
+    there = run.read_json(run.config, "train") if run.config.exists() else {}
     differing = sorted(name for name in config if name != "drq_fast" and there.get(name) != config[name])
     if not differing and not run.model.exists():
         return
-    if differing and not force:
+    if there and differing and not force:
         name = differing[0]
         what = f" of another run ({name} is {there.get(name)} there and {config[name]} here)"
         run.vacant(run.config, force, what)
-    run.vacant(run.model, force)
-    run.forget_codes()
-    for path in (run.model, run.folder / CHECKPOINT, run.history, run.config):
-        path.unlink(missing_ok=True)
+    run.all_vacant(force)
+    run.forget(run.model, *run.of_training, *run.of_codes)
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
     """Settings by name from a JSON file; FileError if a name is unknown."""
     try:
-        given = json.loads(path.read_text())
+        given = files.read_json(path)
     except OSError as error:
         raise type(error)(f"train: {path} cannot be read: {error.strerror or error}.") from error
     except ValueError as error:

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
+import html
 import importlib.util
 import json
 import math
-import os
-import shutil
+import re
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .. import checks
+from .. import checks, files
 from ..files import FileError
 from ..quantizer import RecurrentQuantizer
 from ..retrieval.experiment import Experiment
@@ -94,9 +93,8 @@ def write(
     _need_packages()
     from . import plots  # imports these packages
 
-    folder = run.folder / "report"
     parts = [_part(run)]
-    run.vacant(folder, force)
+    run.report_vacant(force)
     if beside is not None:
         parts.append(_part(beside))
         _same_data(parts[0], parts[1], beside)
@@ -104,7 +102,9 @@ def write(
     first = parts[0]
     experiment = run.experiment() if first.labelled else None
     pixels = _pixels(experiment, images)
-    with run.writing(), _replaced(folder) as partial:
+    with run.writing(), files.temporary_folder(run.folder) as temporary:
+        partial = temporary / "report"
+        partial.mkdir()
         if experiment is None:
             warnings.warn("a fitted run has no labels, so there is no page.html.", stacklevel=2)
         else:
@@ -115,7 +115,8 @@ def write(
         (partial / "report.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
         (partial / "report.md").write_text(_markdown(parts, facts, drawn, experiment), encoding="utf-8")
         names = sorted(path.name for path in partial.iterdir())
-    return [folder / name for name in names]
+        run.replace_report(partial, force)
+    return [run.report / name for name in names]
 
 
 def _need_packages() -> None:
@@ -184,25 +185,6 @@ def _pixels(experiment: Experiment | None, images: Path | None) -> page.Pixels |
     return None if images is None else page.array_pixels(images, len(experiment.items))
 
 
-@contextmanager
-def _replaced(folder: Path) -> Iterator[Path]:
-    """Yields a new folder, which replaces `folder` if no error is raised."""
-    partial, old = folder.with_name("report.partial"), folder.with_name("report.old")
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-    shutil.rmtree(old, ignore_errors=True)
-    try:
-        partial.mkdir()
-        yield partial
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(partial, folder)
-    finally:
-        if old.exists() and not folder.exists():
-            os.replace(old, folder)
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.rmtree(old, ignore_errors=True)
-
-
 def _facts(parts: Sequence[Part], experiment: Experiment | None) -> dict[str, Any]:
     runs = [
         {"name": part.name, "config": part.config, "metrics": part.metrics, "usage": part.usage()} for part in parts
@@ -218,7 +200,7 @@ def _markdown(
     parts: Sequence[Part], facts: dict[str, Any], drawn: dict[str, str], experiment: Experiment | None
 ) -> str:
     first = parts[0]
-    names = [part.name for part in parts]
+    names = [_plain(part.name) for part in parts]
     blocks = [f"# {' beside '.join(names)}", _summary(first, facts)]
     if experiment is None:
         blocks.append("A fitted run has no labels, so there is no page with retrieved images.")
@@ -286,7 +268,12 @@ def _settings(parts: Sequence[Part]) -> str:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    return "\n".join("| " + " | ".join(map(_plain, line)) + " |" for line in lines)
+
+
+def _plain(text: str) -> str:
+    """Text as one line of Markdown that has no markup and no HTML."""
+    return re.sub(r"[\\`*\[\]|]", r"\\\g<0>", html.escape(" ".join(text.split()), quote=False))
 
 
 def _number(value: float | None) -> str:

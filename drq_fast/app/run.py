@@ -1,5 +1,6 @@
 """A run: one folder with the settings, the model, its codes, an index of them and metrics.
 
+`run.json` lists the files that commands have made. Only these are replaced or deleted; all others belong to the user.
 Files are replaced atomically, so each is complete or absent. `codes.json` records the fingerprint of the model that
 made the codes; codes of another model are refused. Codes are written block by block, and an interrupted encoding
 resumes at the last block that was recorded.
@@ -12,10 +13,10 @@ import hashlib
 import io
 import json
 import os
-import shutil
+import re
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,11 +25,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .. import checks, files
+from .. import __version__, checks, files
 from ..files import FileError
 from ..quantizer import RecurrentQuantizer
 from ..retrieval.experiment import Experiment
 from ..retrieval.settings import Config, Settings
+from ..retrieval.train import CHECKPOINT
 from .vectors import block_rows
 
 fcntl: Any
@@ -37,6 +39,7 @@ try:
 except ImportError:  # On Windows nothing locks a run.
     fcntl = None
 
+_IN_REPORT = re.compile(r"report/[\w-][\w.-]*")
 _SECONDS = 2.0  # between two records of progress; a killed encoding repeats at most this much
 
 
@@ -59,8 +62,10 @@ class Run:
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
-        self.config = self.folder / "config.json"
+        self.record = self.folder / "run.json"
         self.model = self.folder / "model.drq"
+        self.config = self.folder / "config.json"
+        self.checkpoint = self.folder / CHECKPOINT
         self.codes = self.folder / "codes.npy"
         self.made_by = self.folder / "codes.json"
         self.index = self.folder / "index.drq"
@@ -69,6 +74,85 @@ class Run:
         self.history = self.folder / "history.json"
         self.partial = self.folder / "codes.partial"
         self.partial_state = self.folder / "codes.partial.json"
+        self.report = self.folder / "report"
+        self.of_training = self.config, self.checkpoint, self.history
+        self.of_codes = (
+            self.codes,
+            self.made_by,
+            self.partial,
+            self.partial_state,
+            self.index,
+            self.queries,
+            self.metrics,
+        )
+
+    def made(self) -> set[str]:
+        """The names of the files that commands have made, relative to the folder."""
+        if not os.path.lexists(self.record):
+            return self._made_without_record()
+        content = self.read_json(self.record, "fit")
+        names, known = content.get("made"), {path.name for path in self._paths()}
+        if not isinstance(names, list) or not all(
+            isinstance(name, str) and (name in known or _IN_REPORT.fullmatch(name)) for name in names
+        ):
+            raise FileError(f"run: {self.record} was not written by drq-fast; choose another folder.")
+        return set(names)
+
+    def _made_without_record(self) -> set[str]:
+        """The same for a run of version 0.1.0, which has no run.json; empty if the folder is not a run."""
+        try:
+            config = self.read_json(self.config, "fit")
+            files.fingerprint(self.model, "quantizer")
+        except (OSError, ValueError):
+            return set()
+        if not {"command", "drq_fast"} <= config.keys():
+            return set()
+        return {path.name for path in self._paths() if path.exists()} | set(self._in_report())
+
+    def _paths(self) -> tuple[Path, ...]:
+        return (self.model, *self.of_training, *self.of_codes)
+
+    def _in_report(self) -> list[str]:
+        """The names of all that is in the folder `report`."""
+        return [f"report/{name}" for name in sorted(os.listdir(self.report))] if self.report.is_dir() else []
+
+    def _write_record(self, names: Iterable[str]) -> None:
+        if names := sorted(names):
+            files.write_text(self.record, json.dumps({"drq_fast": __version__, "made": names}, indent=1) + "\n")
+        else:
+            self.record.unlink(missing_ok=True)
+
+    def claim_folder(self) -> None:
+        """Raises FileError unless the folder is a run, empty or missing."""
+        if not self.folder.is_dir() or self.made():
+            return
+        for name in sorted(os.listdir(self.folder)):
+            if name != ".lock" and not files.TEMPORARY.fullmatch(name):
+                raise FileError(
+                    f"run: {self.folder} is not a run, but has files ({name}); choose a new or an empty folder."
+                )
+
+    def claim(self, *paths: Path) -> None:
+        """Records these files as made by a command; FileError if one exists that was not."""
+        made = self.made()
+        new = {path.name for path in paths} - made
+        for name in sorted(new):
+            if os.path.lexists(self.folder / name):
+                raise _foreign(self.folder / name)
+        if new:
+            self._write_record(made | new)
+
+    def forget(self, *paths: Path) -> None:
+        """Deletes those of these files, and of the report, that commands have made."""
+        made = self.made()
+        gone = made & ({path.name for path in paths} | set(self._in_report()))
+        for name in gone:
+            if not (name.startswith("report/") and self.report.is_symlink()):
+                (self.folder / name).unlink(missing_ok=True)
+        with suppress(OSError):  # there is none, or it has files of the user
+            self.report.rmdir()
+        if gone:
+            self._write_record(made - gone)
 
     @contextmanager
     def writing(self) -> Iterator[None]:
@@ -79,7 +163,12 @@ class Run:
             raise type(error)(f"run: {self.folder} cannot be made: {error.strerror or error}.") from error
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise PermissionError(f"run: {self.folder} cannot be written to.")
-        with (self.folder / ".lock").open("w") as file:
+        lock = self.folder / ".lock"
+        try:
+            file = files.open_regular(lock, "a", follow=False)
+        except OSError as error:
+            raise type(error)(f"run: {lock} cannot be opened: {error.strerror or error}.") from error
+        with file:
             if fcntl is not None:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,9 +185,28 @@ class Run:
             yield self.quantizer()
 
     def vacant(self, path: Path, force: bool, what: str = "") -> None:
-        """Raises FileError if a result exists already and `force` is not set; `what` is added to its name."""
-        if path.exists() and not force:
-            raise FileError(f"run: {path}{what} exists already; --force replaces it.")
+        """Raises FileError if a file of the user has this name, or a result and `force` is not set.
+
+        what: added to the name of the result.
+        """
+        if os.path.lexists(path) and path.name not in self.made():
+            raise _foreign(path)
+        vacant(path, force, what)
+
+    def all_vacant(self, force: bool) -> None:
+        """The same for all files that commands have made, and for the model."""
+        self.vacant(self.model, force)
+        for name in sorted(self.made()):
+            vacant(self.folder / name, force)
+
+    def report_vacant(self, force: bool) -> None:
+        """The same for the report."""
+        if os.path.lexists(self.report) and (self.report.is_symlink() or not self.report.is_dir()):
+            raise _foreign(self.report)
+        for name in self._in_report():
+            if name not in self.made():
+                raise _foreign(self.folder / name)
+        vacant(self.report, force)
 
     def need(self, path: Path, maker: str) -> None:
         """Raises FileNotFoundError if `path` is missing; `maker` names the command that makes it."""
@@ -112,14 +220,15 @@ class Run:
         self.need(self.model, "`drq-fast fit` or `train`")
 
     def write_json(self, path: Path, value: Any) -> None:
-        """Replaces a JSON file atomically."""
+        """Writes a JSON file of the run, atomically."""
+        self.claim(path)
         files.write_text(path, json.dumps(value, indent=1) + "\n")
 
     def read_json(self, path: Path, command: str) -> Any:
         """The object in a JSON file of the run, which `drq-fast command` makes."""
         self.need(path, f"`drq-fast {command} {self.folder}`")
         try:
-            value = json.loads(path.read_text())
+            value = files.read_json(path)
         except (OSError, ValueError) as error:
             raise FileError(f"run: {path} cannot be read as JSON ({error}).") from error
         if not isinstance(value, dict):
@@ -145,14 +254,27 @@ class Run:
 
     def replace_model(self, layer: RecurrentQuantizer, config: dict[str, Any]) -> None:
         """Writes model and config; deletes everything that was made with an earlier model."""
-        new = self.folder / "model.new"
-        try:
-            layer.save(new)
-            self.forget_codes()
+        self.claim(self.model, self.config)
+        with files.temporary_folder(self.folder) as temporary:
+            layer.save(temporary / "new")
+            self.forget(*self.of_codes)
             self.write_json(self.config, config)
-            os.replace(new, self.model)
+            os.replace(temporary / "new", self.model)
+
+    def replace_report(self, new: Path, force: bool) -> None:
+        """Moves a folder of files to its place as the report."""
+        self.report_vacant(force)
+        others, old = {name for name in self.made() if not name.startswith("report/")}, new.with_name("old")
+        names = {f"report/{name}" for name in os.listdir(new)}
+        self._write_record({*others, *names, *self._in_report()})
+        try:
+            if self.report.exists():
+                os.replace(self.report, old)
+            os.replace(new, self.report)
         finally:
-            new.unlink(missing_ok=True)
+            if old.exists() and not self.report.exists():
+                os.replace(old, self.report)
+        self._write_record(others | names)
 
     def encode(self, layer: RecurrentQuantizer, source: Source, *, beam: int, force: bool) -> None:
         """Writes the codes of all vectors; resumes an interrupted call with the same model, vectors and beam.
@@ -161,7 +283,10 @@ class Run:
         """
         if source.dim != layer.dim:
             checks.fail("encode", "vectors", f"of {layer.dim} dimensions, as the model is", source.dim)
-        self.vacant(self.codes, force)
+        for path in (self.codes, self.index, self.metrics):
+            self.vacant(path, force)
+        if not self.made().isdisjoint(self._in_report()):
+            vacant(self.report, force)
         made_by = {
             "model": self.fingerprint(),
             "beam": checks.beam("encode", beam),
@@ -170,16 +295,17 @@ class Run:
             "levels": layer.levels,
             "codewords": layer.codewords,
         }
+        self.claim(self.codes, self.made_by, self.partial, self.partial_state)
         try:
             checksum = self._encode(source, layer, made_by)
         except OSError as error:
             if error.filename is None and error.errno is not None:  # raised by a write
                 raise type(error)(f"run: {self.partial} cannot be written: {error.strerror}.") from error
             raise
-        self._forget(self.index, self.metrics)
+        self.forget(self.index, self.metrics)
         self.write_json(self.made_by, made_by | {"checksum": checksum})
         os.replace(self.partial, self.codes)
-        self.partial_state.unlink(missing_ok=True)
+        self.forget(self.partial, self.partial_state)
 
     def _encode(self, source: Source, layer: RecurrentQuantizer, made_by: dict[str, Any]) -> str:
         """Completes the partial file with the codes that it does not have yet; returns its checksum."""
@@ -187,8 +313,10 @@ class Run:
         header = _npy_header(dtype, (len(source), layer.levels))
         row, step, total = layer.levels * dtype.itemsize, block_rows(source.dim), len(source)
         done, digest = self._resume(made_by, header, row)
+        if not done:
+            self.partial.unlink(missing_ok=True)
         with (
-            self.partial.open("r+b" if done else "wb") as file,
+            files.open_regular(self.partial, "r+b" if done else "xb", follow=False) as file,
             tqdm(total=total, initial=done, desc="encode", unit="vector", unit_scale=True, disable=None) as bar,
         ):
             if not done:
@@ -213,7 +341,7 @@ class Run:
     def _resume(self, made_by: dict[str, Any], header: bytes, row: int) -> tuple[int, Any]:
         """The number of rows of the same encoding on disk, and the digest of header and these rows."""
         try:
-            state = json.loads(self.partial_state.read_text())
+            state = files.read_json(self.partial_state)
             done, checksum = state.pop("done"), state.pop("checksum")
             digest = _file_digest(self.partial, len(header) + done * row)
             if state == made_by and digest.hexdigest() == checksum:
@@ -239,15 +367,15 @@ class Run:
         """The checksum of the model, read from the header of its file."""
         return files.fingerprint(self.model, "quantizer")
 
-    def forget_codes(self) -> None:
-        """Deletes everything that was made with the model."""
-        self._forget(self.codes, self.made_by, self.partial, self.partial_state, self.index, self.queries, self.metrics)
 
-    def _forget(self, *paths: Path) -> None:
-        """Deletes these files, and the report, which was made from them."""
-        for path in paths:
-            path.unlink(missing_ok=True)
-        shutil.rmtree(self.folder / "report", ignore_errors=True)
+def vacant(path: Path, force: bool, what: str = "") -> None:
+    """Raises FileError if `path` exists and `force` is not set; `what` is added to its name."""
+    if os.path.lexists(path) and not force:
+        raise FileError(f"run: {path}{what} exists already; --force replaces it.")
+
+
+def _foreign(path: Path) -> FileError:
+    return FileError(f"run: {path} is not a result of this run; move it to another folder.")
 
 
 def _npy_header(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
@@ -265,7 +393,7 @@ def _digest(content: bytes = b"") -> Any:
 def _file_digest(path: Path, length: int) -> Any:
     """The digest of the first `length` bytes of a file."""
     digest, left = _digest(), length
-    with path.open("rb") as file:
+    with files.open_regular(path, follow=False) as file:
         while left and (block := file.read(min(left, 1 << 24))):
             digest.update(block)
             left -= len(block)

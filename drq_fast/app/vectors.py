@@ -13,7 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import checks
-from ..files import FileError, read_array
+from ..files import FileError, open_regular, read_array
 
 _BYTES = 1 << 24  # size of a block
 
@@ -133,7 +133,7 @@ class _File:
 
     def _opened(self, buffering: int = -1) -> Any:
         """Opens the file; FileError if it has changed since `__init__`."""
-        file = self.path.open("rb", buffering=buffering)
+        file = open_regular(self.path, buffering=buffering)
         now, then = os.fstat(file.fileno()), self.state
         if (now.st_ino, now.st_size, now.st_mtime_ns) != (then.st_ino, then.st_size, then.st_mtime_ns):
             file.close()

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import backends, checks, modes
-from ..backends.torch import numbers
+from ..backends.torch import numbers, pad_result
 from ..backends.types import Database, SearchResult
 from ..codec import Array, Codec
 from ..quantizer import RecurrentQuantizer
@@ -25,6 +25,7 @@ from .rows import Rows
 
 _QUERIES = 1 << 10  # queries between two updates of the progress bar, at least
 _WORK = 1 << 34  # scores between two updates
+_PADDED = 1 << 20  # results per query that may be requested from an index of fewer vectors
 
 
 class IndexResult(NamedTuple):
@@ -72,19 +73,22 @@ class Index:
     def _set_rows(self, rows: Rows, known: Norms | None = None) -> None:
         """All that changes when rows come or go, in one step: an exception or Ctrl-C leaves the old rows or the new.
 
-        known: norms of the first rows; all that was known if rows were only added.
+        known: norms of the first rows; all that was known if rows were only added. Codes that left a mapped file must
+        come from `_in_memory`, which verifies them.
         """
         self._rows: Rows
         self._norms: Norms
         self._databases: dict[int, Database]  # length -> what a search without a filter of its own looks at
-        self.__dict__.update(_rows=rows, _norms=known or {}, _databases={})
+        mapped = self._mapped if self._mapped is not None and rows.codes is self._mapped.codes else None
+        self.__dict__.update(_rows=rows, _norms=known or {}, _databases={}, _mapped=mapped)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies, made under the lock: a pickle or a copy shares no memory with an index that goes on changing."""
         with self._lock:
             state = {name: value for name, value in self.__dict__.items() if name != "_lock"}
             return state | {
-                "_rows": self._rows.copied(),
+                "_rows": self._in_memory("copy").copied(),
+                "_mapped": None,
                 "_norms": dict(self._norms),
                 "_databases": {},
                 "_places": Places(),
@@ -188,13 +192,15 @@ class Index:
 
         levels: use only the first so many levels of every code. keep: only these ids, or a bool array indexed by id;
         ids that are not in the index are passed over. Equal scores come oldest first. Where fewer than k vectors
-        remain: id -1 and score +inf (l2) or -inf.
+        remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that is more.
         """
         single = getattr(query, "ndim", 2) == 1
         values = self._vectors("search", "query", query[None] if single else query)
-        k = checks.integer("search", "k", k, 1, checks.MAX_RESULTS)
+        k = checks.integer("search", "k", k, 1, min(max(self._rows.size, _PADDED), checks.MAX_RESULTS))
         rows, database = self._snapshot(checks.levels("search", levels, self._codec.levels), keep)
-        scores, found = self._scan(values, k, database)
+        scores, found = self._scan(values, min(k, max(rows.size, 1)), database)
+        if found.shape[1] < k:
+            scores, found = pad_result(scores, found, k, self._metric)
         if rows.ids is not None and rows.size:
             found = rows.ids[found.clamp_min(0)].where(found >= 0, -1)
         if single:
@@ -211,10 +217,9 @@ class Index:
                 checks.fail("remove", "ids", "in the index", f"{int(missing[0])}, which is not")
             left = rows.living_count() - len(positions)
             compact = 2 * left < rows.size
-            if compact:
-                self._verify("remove")
             marks = rows.marks().clone() if compact or self._alive_is_read else rows.marks()
             if compact:
+                rows = self._in_memory("remove")
                 self._set_rows(rows._replace(alive=marks.index_fill_(0, positions, False), removed=None).compacted())
                 return
             self._alive_is_read = False
@@ -224,7 +229,10 @@ class Index:
             self._set_rows(rows._replace(alive=marks, removed=rows.size - left), self._norms)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes codes, ids and codec to one safetensors file, atomically. Verifies a mapped index first."""
+        """Writes codes, ids and codec to one safetensors file, atomically. Verifies a mapped index first.
+
+        The same contents give the same bytes. A symbolic link is replaced by the file; what it points to stays.
+        """
         with self._lock:
             self._verify("save")
             rows = self._rows if self._rows.alive is None else self._rows.compacted()
@@ -232,8 +240,14 @@ class Index:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = False, device: torch.device | str | None = None) -> Index:
-        """The index that `save` wrote. With `mmap` codes stay on disk until they are searched and are verified only by
-        `verify()`; everything else is always verified."""
+        """The index that `save` wrote, on `device` (CPU by default).
+
+        With `mmap` the codes stay on disk and are verified only by `verify()`; everything else is always verified.
+        Searches read the codes from the file if there are 256 or 65536 codewords. Otherwise not every number is a code,
+        so the first search copies all codes to memory and verifies them. Do not shorten or overwrite a mapped file:
+        reading beyond its end kills the process (SIGBUS), and other codes give other results. `save` to the same path
+        is safe, because it makes a new file.
+        """
         place = checks.device("load", device, torch.device("cpu"))
         index = cls.__new__(cls)
         with modes.plain(place):
@@ -244,14 +258,21 @@ class Index:
     def verify(self) -> None:
         """After an mmap load: reads all codes and raises FileError if they are not what was saved.
 
-        Adding to such an index, compacting it after many removals or saving it verifies it first.
+        Adding to such an index, copying it, compacting it after many removals or saving it verifies it too.
         """
         with self._lock:
             self._verify("verify")
 
     def _verify(self, op: str) -> None:
         if self._mapped is not None:
-            self._mapped = self._mapped.verify(op, self.codewords)
+            self._mapped.verify(op, self.codewords)
+
+    def _in_memory(self, op: str, more: int = 0) -> Rows:
+        """The rows; if they are mapped, with a verified copy of the codes that has room for `more` rows."""
+        if self._mapped is None:
+            return self._rows
+        with modes.plain(self.device):
+            return self._rows._replace(codes=self._mapped.copied(op, self.codewords, more))
 
     def _vectors(self, op: str, name: str, value: Any) -> Tensor:
         values = checks.array(op, name, value)
@@ -275,8 +296,7 @@ class Index:
                 replaced = new_ids[:0]
             else:
                 new_ids, replaced = self._new_ids(op, new, count, replace)
-            self._verify(op)
-            rows = rows.appended(codes, new_ids, replaced)
+            rows = self._in_memory(op, count).appended(codes, new_ids, replaced)
             if 2 * rows.living_count() < rows.size:
                 self._set_rows(rows.compacted())
             else:
@@ -302,6 +322,8 @@ class Index:
     def _snapshot(self, length: int, keep: Any) -> tuple[Rows, Database]:
         """What a search reads: the rows, and their first `length` levels with norms and the rows to look at."""
         with self._lock:
+            if self._mapped is not None and self.codewords not in (256, 65536):  # not every number is a code
+                self._set_rows(self._in_memory("search"), self._norms)
             rows = self._rows
             if rows.alive is not None and keep is None:
                 self._alive_is_read = True
@@ -314,18 +336,11 @@ class Index:
             return rows, database
 
     def _database(self, rows: Rows, length: int) -> Database:
-        """The rows that were not removed; kept for the next search, unless a mapped file may hold others than codes."""
+        """The rows that were not removed; kept for the next search."""
         codes, _, alive = rows.used()
         codes = codes[:, :length]
-        mapped = self._mapped is not None and rows.codes is self._mapped.codes
-        checked = mapped and self.codewords not in (256, 65536)  # with these every number is a code
-        if checked:
-            codes = codes.clone()  # the file could change after the check
-            file.check_range("search", codes, self.codewords)
         norms = None if self.metric == "ip" else extended_norms(self._norms, codes, self.codec, self.metric)
-        database = Database(codes, self.codec, self.metric, norms, alive)
-        if not checked:
-            self._databases[length] = database
+        database = self._databases[length] = Database(codes, self.codec, self.metric, norms, alive)
         return database
 
     def _mask(self, rows: Rows, keep: Any) -> Tensor:

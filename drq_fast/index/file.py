@@ -13,7 +13,7 @@ from .. import checks, files
 from ..backends.torch import numbers
 from ..codec import Codec, from_file
 from .ids import MAX_ID
-from .rows import Rows
+from .rows import Rows, with_room
 
 
 class Contents(NamedTuple):
@@ -26,27 +26,29 @@ class Contents(NamedTuple):
 
 
 class Mapped(NamedTuple):
-    """Codes that lie in a file, with the path and the checksum of the file's codes; verified: once they were read."""
+    """Codes [N, levels] that lie in a file, with its path and the checksum of the codes.
+
+    Another process may write to the file at any time, so that only a copy of the codes stays as it was verified.
+    """
 
     codes: Tensor
     path: Path
     checksum: str
-    verified: bool = False
 
-    def verify(self, op: str, codewords: int) -> Mapped:
-        """FileError if the codes are not those that were saved; reads all of them."""
-        if not self.verified:
-            files.verify(op, self.path, "codes", self.codes.cpu(), self.checksum)
-            check_range(op, self.codes, codewords)
-        return self._replace(verified=True)
+    def copied(self, op: str, codewords: int, more: int) -> Tensor:
+        """A verified copy in memory, with room for at least `more` rows."""
+        codes = with_room(self.codes, len(self.codes), len(self.codes) + more) if more else self.codes.clone()
+        self.verify(op, codewords, codes[: len(self.codes)])
+        return codes
 
-
-def check_range(op: str, codes: Tensor, codewords: int) -> None:
-    """FileError where a file holds others than codes."""
-    try:
-        checks.code_range(op, numbers(codes), codewords)
-    except ValueError as error:
-        raise files.FileError(str(error)) from None
+    def verify(self, op: str, codewords: int, codes: Tensor | None = None) -> None:
+        """FileError if the codes, or this copy of them, are not those that were saved."""
+        codes = self.codes if codes is None else codes
+        files.verify(op, self.path, "codes", codes.cpu(), self.checksum)
+        try:
+            checks.code_range(op, numbers(codes), codewords)
+        except ValueError as error:
+            raise files.FileError(str(error)) from None
 
 
 def storage(codewords: int) -> torch.dtype:
@@ -64,7 +66,7 @@ def write(path: str | os.PathLike[str], codec: Codec, metric: str, rows: Rows) -
 
 def read(path: str | os.PathLike[str], mmap: bool, device: torch.device) -> Contents:
     """The contents of a file; with `mmap` the codes stay on disk, unverified."""
-    tensors, config, checksums = files.read(path, "index", mmap=mmap, unchecked=("codes",) if mmap else ())
+    tensors, config, checksums = files.read(path, "index", mapped=("codes",) if mmap else ())
     with files.describing(path, "an index"):
         if tensors.keys() - {"offset", "ids"} != {"codebook", "scale", "codes"}:
             expected = "codebook, scale, codes and perhaps offset and ids"
@@ -90,5 +92,5 @@ def _rows(codes: Tensor, ids: Tensor | None, config: dict[str, Any]) -> Rows:
         distinct = ids.unique()
         if len(distinct) != len(ids) or (len(ids) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < next_id):
             checks.fail("load", "ids", f"unique and in 0..{next_id - 1}", "others")
-        ids = ids.to(codes.device, copy=True)
+        ids = ids.to(codes.device)
     return Rows(codes, ids, None, size=len(codes), removed=0, next_id=next_id, generation=0)

@@ -70,23 +70,23 @@ class Rows(NamedTuple):
             len(ids) == 0 or bool((ids == torch.arange(size, end, device=ids.device)).all())
         )
         stored_ids = None if numbered else torch.arange(size, device=ids.device) if self.ids is None else self.ids
-        stored_codes = _with_room(self.codes, size, end)
+        stored_codes = with_room(self.codes, size, end)
         stored_codes[size:end] = codes.to(stored_codes.dtype)
         if stored_ids is not None:
-            stored_ids = _with_room(stored_ids, size, end)
+            stored_ids = with_room(stored_ids, size, end)
             stored_ids[size:end] = ids
         alive = self.alive
         if len(replaced):
             alive = self.marks().clone().index_fill_(0, replaced, False)
         if alive is not None:
-            alive = _with_room(alive, size, end)
+            alive = with_room(alive, size, end)
             alive[size:end] = True
         next_id = max(self.next_id, int(ids.max()) + 1) if len(ids) else self.next_id
         removed = self.size - self.living_count() + len(replaced)
         return Rows(stored_codes, stored_ids, alive, end, removed, next_id, self.generation)
 
 
-def _with_room(tensor: Tensor, used: int, needed: int) -> Tensor:
+def with_room(tensor: Tensor, used: int, needed: int) -> Tensor:
     """The tensor itself where it has room for so many rows, else a copy of the used ones with twice the room."""
     if needed <= len(tensor):
         return tensor
