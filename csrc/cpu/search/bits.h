@@ -71,7 +71,7 @@ struct Bits {
     q = query, best = &reservoir;
     seen = chosen = 0, way = kFinest, expected = 0;
     least = std::numeric_limits<float>::infinity();
-    usable = !job.wide && job.metric != kCosine && (job.stride == 4 || job.stride == 8) && job.M >= 2 &&
+    usable = !job.wide && is_norm_only(job.metric) && (job.stride == 4 || job.stride == 8) && job.M >= 2 &&
              job.stride >= job.M && job.K <= 256 && bound.start(job, q);
     if (!usable) return;
     for (int64_t k = 0; k < 256; ++k) table[k] = job.table[q * job.K + (k < job.K ? k : 0)];

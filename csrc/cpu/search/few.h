@@ -24,7 +24,7 @@ struct Few {
 
   // Returns `end` if it scanned begin..end, else `begin`. The k-th best cost must be known.
   int64_t run(int64_t begin, int64_t end) {
-    if (end - begin < kFewest || job.M <= 2 || job.metric == kCosine) return begin;
+    if (end - begin < kFewest || job.M <= 2 || !is_norm_only(job.metric)) return begin;
     best->shrink();
     if (!best->full || !build()) return begin;
     const int levels = choose(begin, end);

@@ -97,7 +97,7 @@ struct One {
     most = static_cast<int32_t>(std::fmin(std::fmax(std::floor(steps - shift + rounding + 1), -2e9), 2e9));
     // The root is approximate; the factor makes up for that.
     const double c = bound.factor(best.tau) * unit;
-    factor = static_cast<float>(job.metric != kCosine ? c : c * (c >= 0 ? 1 - 1.0 / 4096 : 1 + 1.0 / 4096));
+    factor = static_cast<float>(has_root(job.metric) ? c * (c >= 0 ? 1 - 1.0 / 4096 : 1 + 1.0 / 4096) : c);
     if (!std::isfinite(factor)) factor = shift = 0, most = std::numeric_limits<int32_t>::max();  // keep all
   }
 
