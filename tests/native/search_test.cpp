@@ -1,4 +1,5 @@
-// Search and norms by every instruction set, on random cases, against all scores sorted: search_test FIRST_SEED COUNT.
+// Compares search and norms of every instruction set with all scores sorted, on random cases.
+// Usage: search_test FIRST_SEED COUNT.
 #include "search.h"
 
 #include <algorithm>
@@ -18,7 +19,7 @@ struct Found {
   std::vector<int64_t> positions;
 };
 
-// A search that owns its inputs. Every array is as long as it must be and no longer.
+// A search that owns its inputs. Arrays have no spare elements, so that sanitizers notice reads beyond their ends.
 struct Case {
   explicit Case(uint64_t seed) : random(seed) {
     shapes();
@@ -117,7 +118,7 @@ struct Case {
     }
   }
 
-  // Whole numbers make ties of different codes; magnitudes from denormal to overflowing.
+  // Random numbers: small integers (kind 0), so that different codes tie, or normal ones times `spread`.
   std::vector<float> numbers(int64_t count, int kind, float spread) {
     std::vector<float> out(count);
     for (auto& x : out) x = kind == 0 ? static_cast<float>(random.between(-3, 3)) : spread * random.normal();
@@ -156,7 +157,7 @@ struct Case {
     if (random.once_in(40)) spoil(constants), spoil(lengths);
   }
 
-  // Magnitudes that have nothing to do with each other.
+  // Multiplies each array by its own power of ten.
   void apart() {
     for (auto* values : {&table, &constants, &norms, &lengths}) {
       const float factor = std::pow(10.0f, static_cast<float>(random.between(-22, 17)));
@@ -167,7 +168,7 @@ struct Case {
   void spoil(std::vector<float>& values) {
     if (values.empty()) return;
     const int64_t length = static_cast<int64_t>(values.size()), many = random.once_in(4) ? length / 2 : 3;
-    const bool runs = random.once_in(3);  // the first ones, before anything better was found
+    const bool runs = random.once_in(3);  // the first ones, so that a scan meets them before any better cost
     for (int64_t i = 0; i < many; ++i) values[runs ? i % length : random.below(length)] = odd_value(random);
   }
 
@@ -270,7 +271,7 @@ bool norms_agree(Case& c) {
   return true;
 }
 
-// The sum of fl(a b) over `chunk` dimensions at a time, and the sum of these.
+// The sum of fl(a b) over 64 dimensions at a time, and the sum of these.
 float product(const float* a, const float* b, int64_t D) {
   float total = 0;
   for (int64_t first = 0; first < D; first += 64) {

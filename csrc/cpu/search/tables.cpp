@@ -65,7 +65,7 @@ int64_t fill_tables(const Search& job, const Queries& queries, int64_t begin, in
     const int64_t count = std::min<int64_t>(kRows, end - first);
     const float* rows[kRows];
     for (int64_t r = 0; r < kRows; ++r) {
-      if (r >= count) {  // computed like the others, and dropped
+      if (r >= count) {  // unused: repeats the first row
         rows[r] = rows[0];
         continue;
       }
