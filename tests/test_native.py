@@ -53,7 +53,8 @@ class Builder:
     def executable(self, test: str, *flags: str, simde: bool = False) -> Path:
         """Builds tests/native/<test>.cpp with the kernels, using the flags of setup.py and these."""
         x86 = len(SETUP["ISA_FLAGS"]) > 1
-        flags = (*SETUP["CXX_FLAGS"], "-I" + str(ROOT / "csrc"), *(["-DDRQ_X86"] if x86 else []), *flags)
+        defined = ("-DDRQ_COUNT_SCANS", *(["-DDRQ_X86"] if x86 else []))
+        flags = (*SETUP["CXX_FLAGS"], "-I" + str(ROOT / "csrc"), *defined, *flags)
         emulated = ("-DDRQ_SIMDE", "-O1", "-Wno-psabi", "-include", str(ROOT / "tests/native/simde_missing.h"))
         units = [(f"tests/native/{test}.cpp", *flags)]
         for source in set(SETUP["CXX_SOURCES"]) - {"csrc/bindings.cpp"}:

@@ -5,6 +5,7 @@
 #include "cpu/search/bound.h"
 #include "cpu/search/bytes.h"
 #include "cpu/search/ceilings.h"
+#include "cpu/search/count.h"
 #include "cpu/search/floats.h"
 #include "cpu/search/part.h"
 #include "cpu/search/reservoir.h"
@@ -194,7 +195,10 @@ class Batch {
     };
   }
 
-  void scan(int64_t at, int64_t end) { bins ? scan<true>(at, end) : scan<false>(at, end); }
+  void scan(int64_t at, int64_t end) {
+    DRQ_COUNT(batch, end - at);
+    bins ? scan<true>(at, end) : scan<false>(at, end);
+  }
 
   // Chooses the levels of the first round by trying some codes of at..end: with fewer levels the round is shorter, but
   // leaves more codes for the second.

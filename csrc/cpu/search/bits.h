@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/search/bound.h"
+#include "cpu/search/count.h"
 #include "cpu/search/part.h"
 #include "cpu/search/reservoir.h"
 
@@ -91,6 +92,7 @@ struct Bits {
       if (expected == by_floats || !build(way)) break;
       const double found = cost_of_way(way, scan(way, at, at + codes, false), codes);
       if (found > 1.5 * expected) chosen = 0;
+      DRQ_COUNT(bits, codes);
       at += codes, seen += codes;
     }
     return at;

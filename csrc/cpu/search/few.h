@@ -4,6 +4,7 @@
 #pragma once
 
 #include "cpu/search/bound.h"
+#include "cpu/search/count.h"
 #include "cpu/search/reservoir.h"
 
 namespace drq {
@@ -32,7 +33,9 @@ struct Few {
     if (levels == 2) job.norms == nullptr ? scan<2, false>(begin, end) : scan<2, true>(begin, end);
     if (levels == 3) job.norms == nullptr ? scan<3, false>(begin, end) : scan<3, true>(begin, end);
     if (levels == 4) job.norms == nullptr ? scan<4, false>(begin, end) : scan<4, true>(begin, end);
-    return levels > 0 ? end : begin;
+    if (levels == 0) return begin;
+    DRQ_COUNT(few, end - begin);
+    return end;
   }
 
  private:

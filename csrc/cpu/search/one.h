@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/search/bound.h"
+#include "cpu/search/count.h"
 #include "cpu/search/reservoir.h"
 
 namespace drq {
@@ -206,7 +207,9 @@ int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reser
   if (job.stride == 8 && groups == 2) done = One<8, 2>(job, q, best).run(begin, last);
   if (job.stride == 16 && groups <= 2) done = One<16, 2>(job, q, best).run(begin, last);
   if (job.stride == 16 && groups > 2) done = One<16, 4>(job, q, best).run(begin, last);
-  return done ? last : begin;
+  if (!done) return begin;
+  DRQ_COUNT(one, last - begin);
+  return last;
 }
 
 #else

@@ -7,11 +7,16 @@
 #include <vector>
 
 #include "cpu/parallel.h"
+#include "cpu/search/count.h"
 #include "cpu/search/key.h"
 #include "cpu/search/part.h"
 #include "isa.h"
 
 namespace drq {
+
+#ifdef DRQ_COUNT_SCANS
+Counts counts;
+#endif
 
 DRQ_DECLARE_COPIES(void, scan, const Part& part)
 DRQ_DECLARE_COPIES(bool, in_batches, const Search& job)
