@@ -193,8 +193,8 @@ float errors_backward(const Training& job, const Row& row, int64_t n, int64_t m,
   return alpha + row.dhard.data[m] * half_over_root(job.residuals[place], noise);
 }
 
-// Adds the gradients of level m of row n. t = t_m, next = t_{m+1}, rho = dL/dr_{m+1}, a = dL/dDelta_j summed over j >=
-// m; dt is dL/dt_{m+1} before and dL/dt_m after the call; returns dL/dr_m. Overwrites an entry of `soft`.
+// Adds the gradients of level m of row n; returns dL/dr_m. t = t_m, next = t_{m+1}, rho = dL/dr_{m+1}; a is the sum of
+// dL/dDelta_j over j >= m; dt is dL/dt_{m+1} before and dL/dt_m after the call. Overwrites an entry of `soft`.
 float level_backward(const Training& job, int64_t n, int64_t m, const float* t, const float* next, float rho,
                      const float* a, float* dt) {
   const Tile& tile = job.tile;

@@ -130,7 +130,7 @@ struct Queues {
 // Tiling:   one block owns a slice of codes and a group of queries: 32, one a lane, that share each code, or one
 // Memory:   the table in shared memory as [K][32] where it fits, so that lane i reads bank i alone; codes once per
 //           group, by 16-byte loads; queues in the workspace, written to rarely once a bound is known
-// Numerics: float32 sums in order of the levels, no fused multiply-add; keys are unique, so ties cannot occur
+// Numerics: float32 sums in order of the levels, no fused multiply-add; keys are unique, so no ties
 template <class Code, bool kBatch, bool kShared>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) queue_kernel(Plan plan) {
   extern __shared__ float4 dynamic[];
