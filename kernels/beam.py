@@ -177,10 +177,11 @@ def _encode_part(
     scores, norms = codec.scores(h), h.square().sum(dim=1)
     paths, residuals, costs = 1, norms, torch.zeros_like(norms)
     codes = torch.zeros(N, 1, M, dtype=torch.int32, device=h.device)
+    settings = errors_settings(precision)
     for m in range(M):
         width = 1 if m == M - 1 else min(beam, paths * K)
         errors = torch.empty(N, paths, P, dtype=torch.float32, device=h.device)
-        beam_errors_kernel[(triton.cdiv(N * paths, 16), P // TILE)](
+        beam_errors_kernel[(triton.cdiv(N * paths, settings["ROWS"]), P // settings["TILE"])](
             h,
             codec.codebook,
             scores,
@@ -198,13 +199,13 @@ def _encode_part(
             D,
             M,
             m,
-            **errors_settings(precision),
+            **settings,
         )
         next_costs = torch.empty(N, width, dtype=torch.float32, device=h.device)
         next_residuals = torch.empty_like(next_costs)
         next_codes = torch.zeros(N, width, M, dtype=torch.int32, device=h.device)
-        settings = select_settings(paths * P)
-        beam_select_kernel[(triton.cdiv(N, settings["ROWS"]),)](
+        selecting = select_settings(paths * P)
+        beam_select_kernel[(triton.cdiv(N, selecting["ROWS"]),)](
             errors,
             costs,
             codes,
@@ -220,7 +221,7 @@ def _encode_part(
             P,
             M,
             m,
-            **settings,
+            **selecting,
         )
         paths, costs, residuals, codes = width, next_costs, next_residuals, next_codes
     return codes[:, 0]

@@ -203,9 +203,9 @@ def _encode_tiled(
     x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, precision: str, codes: Tensor
 ) -> Tensor:
     K, M = len(codebook), len(scale)
-    codec = Scored(codebook, scale, triton.cdiv(K, TILE) * TILE)
+    codec, settings = Scored(codebook, scale, triton.cdiv(K, TILE) * TILE), tiled_settings(precision)
     for rows, h in codec.parts(x, offset, codec.P):
-        encode_tiled_kernel[(triton.cdiv(len(h), 16),)](
+        encode_tiled_kernel[(triton.cdiv(len(h), settings["ROWS"]),)](
             h,
             codec.codebook,
             codec.scores(h),
@@ -219,6 +219,6 @@ def _encode_tiled(
             codec.P,
             h.shape[1],
             M,
-            **tiled_settings(precision),
+            **settings,
         )
     return codes

@@ -25,12 +25,12 @@ from drq_fast.kernels.totals import scatter_kernel
 
 INTEGERS = {"codes": "*i64", "next_codes": "*i32", "order": "*i64", "first": "*i64", "N": "i64"}
 INTEGERS |= dict.fromkeys(("K", "P", "D", "M", "m", "paths", "width"), "i32")
-NOT_ALIGNED = ("N", "M", "m", "paths", "width")  # numbers that are not told to be multiples of 16
+NOT_ALIGNED = ("N", "M", "m", "paths", "width")  # arguments that Triton must not assume to be multiples of 16
 
 
 class Job(NamedTuple):
-    """A kernel, and what its launcher compiles it with. types: of arguments that are not float32 or in INTEGERS; odd:
-    sizes that are no multiple of 16."""
+    """A kernel and the settings of its launcher. types: those of arguments that are neither float32 nor in INTEGERS;
+    odd: sizes that are not multiples of 16."""
 
     kernel: object
     settings: dict

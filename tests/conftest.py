@@ -1,4 +1,4 @@
-"""Common ground of all tests: uninitialised memory shows, kernels run without a GPU, one table of tolerances."""
+"""Shared by all tests: torch.empty is filled with NaN, Triton kernels run without a GPU, one table of tolerances."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has it ignored in the background
+signal.signal(signal.SIGINT, signal.default_int_handler)  # shells let background jobs ignore it
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
 torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # fills torch.empty with NaN, too
@@ -85,14 +85,14 @@ class Shell:
         return (rng.normal(size=(20, D))[rng.integers(20, size=N)] + 0.3 * rng.normal(size=(N, D))).astype(np.float32)
 
     def ok(self, *arguments: str) -> str:
-        """What a command prints."""
+        """Runs a command that must succeed; returns what it prints."""
         code = cli.main(list(arguments))
         captured = self.capsys.readouterr()
         assert code == 0, captured.err
         return captured.out
 
     def refused(self, *arguments: str, code: int = 1) -> str:
-        """The one line on stderr; stdout stays empty."""
+        """Runs a command that must fail; returns its only line on stderr. Its stdout must be empty."""
         self.capsys.readouterr()
         try:
             found = cli.main(list(arguments))
@@ -114,7 +114,7 @@ class Shell:
         return Run("run")
 
     def tree(self) -> dict[str, bytes]:
-        """All files."""
+        """The contents of all files in the folder, by path."""
         return {str(p): p.read_bytes() for p in sorted(self.folder.rglob("*")) if p.is_file()}
 
 

@@ -2,7 +2,7 @@
 
 `python simulate.py FOLDER_OF_PTXSIM SEED` prints one JSON line for each job: the largest error, and how many variants
 of its kernels two batch sizes made Triton compile. A program of its own, because kernels imported under
-TRITON_INTERPRET=1 cannot be compiled. The simulator knows no tensor cores; ldmatrix is spelt out.
+TRITON_INTERPRET=1 cannot be compiled. The simulator has no tensor cores; ldmatrix is replaced by plain loads.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def simulated_launch(seed: int):
 
 
 def readable(ptx: str) -> str:
-    """PTX without what the simulator does not read."""
+    """PTX without the parts that the simulator cannot parse."""
     ptx = re.split(r"\n\s*\.section|\n\s*\.file", re.sub(r" \.ptr \.global \.align \d+", "", ptx))[0]
     ptx = re.sub(r"\{ (%\w+) \}", r"\1", re.sub(r"\n\s*\.loc[^\n]*", "", ptx))
     load = r"ldmatrix\.sync\.aligned\.m8n8\.x\d\.shared\.b16 \{([^}]*)\}, \[([^\]]*)\];"
@@ -75,7 +75,7 @@ def readable(ptx: str) -> str:
 
 
 def spelt_out(load: re.Match) -> str:
-    """ldmatrix: lane l gets word l % 4 of row l / 4 of matrix i, whose address lane 8 i + l / 4 holds."""
+    """Plain loads for ldmatrix: lane l gets word l % 4 of row l / 4 of matrix i; lane 8 i + l / 4 has its address."""
     base, _, shift = load[2].partition("+")
     registers = [register.strip() for register in load[1].split(",")]
     lines = ["mov.u32 %lane, %laneid;", "and.b32 %word, %lane, 3;", "shl.b32 %word, %word, 2;"]
@@ -87,7 +87,7 @@ def spelt_out(load: re.Match) -> str:
 
 
 def problem(N: int, D: int, K: int, M: int) -> tuple[torch.Tensor, ...]:
-    """x [N, D] of which every third is met up to 1 %, codebook [K, D], scale [M]."""
+    """x [N, D], of which every third row is a codeword plus 1 % noise, codebook [K, D], scale [M]."""
     generator = torch.Generator().manual_seed(N + K)
     x, codebook = torch.randn(N, D, generator=generator), torch.randn(K, D, generator=generator)
     x[::3] = codebook[torch.arange(len(x[::3])) % K] + 0.01 * x[::3]

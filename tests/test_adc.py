@@ -175,7 +175,7 @@ def test_search_with_given_norms_and_in_half_precision(codec, dtype):
 
 @pytest.mark.skipif(native.why_not("cpu") is not None, reason="the extension is not built")
 def test_threads_of_torch_stay_as_they_were(codec):
-    """Also for threads that start later, which torch gives what was set last."""
+    """Also in threads that start later: torch gives them the number that was set last."""
     x, codebook, scale, _ = codec(N=3000, D=40, K=256, M=3)
     codes = functional.encode(x, codebook, scale)
     before = torch.get_num_threads()

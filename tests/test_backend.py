@@ -1,4 +1,4 @@
-"""The choice of backend: explicit ones work or raise, only the automatic choice falls back, and everything is told."""
+"""The choice of backend: explicit ones work or raise, only the automatic choice falls back, with a reason."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_the_command_and_the_module(tmp_path):
 
 
 def test_works_without_triton(tmp_path):
-    """A package named triton that cannot be imported stands for one that is not there."""
+    """A package named triton whose import fails stands for a missing one."""
     (tmp_path / "triton.py").write_text("raise ImportError('no triton')")
     script = "import drq_fast, sys; drq_fast.RecurrentQuantizer(4); assert 'triton' not in sys.modules"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}

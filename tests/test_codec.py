@@ -77,7 +77,7 @@ def test_equal_values_are_equal(layer):
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda c: pickle.loads(pickle.dumps(c))])
 def test_copies_and_pickles(layer, copied):
     codec = layer.codec()
-    codec.encode(vectors(100, 6, 2))  # tables are there, and stay behind
+    codec.encode(vectors(100, 6, 2))  # fills the cache of tables, which is not copied
     assert copied(codec) == codec
     assert len(pickle.dumps(codec)) < 4000
 

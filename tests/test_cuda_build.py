@@ -84,21 +84,23 @@ scale = np.array([1, -1, 2, 1], np.float32)
 sums = sum(scale[m] * table[:, codes[:, m]] for m in range(M))
 order = np.argsort(-sums, axis=1, kind="stable")[:, :k]
 
-told = {"table": device.to(table), "scale": device.to(scale), "codes": device.to(codes), "Q": Q, "N": N, "K": K, "M": M}
+inputs = {"table": device.to(table), "scale": device.to(scale), "codes": device.to(codes), "wide": False}
+inputs |= {"Q": Q, "N": N, "K": K, "M": M}
 out = device.alloc(4 * Q * N)
-native.lookup_cuda(**told, wide=False, sums=out, stream=0)
+native.lookup_cuda(native.Lookup(**inputs, sums=out), stream=0)
 assert np.array_equal(device.get(out, np.float32, (Q, N)), sums)
 
-job = told | {"norms": 0, "constants": device.to(np.zeros(Q, np.float32)), "lengths": 0, "keep": 0, "k": k, "stride": M}
-job |= {"scores": device.alloc(4 * Q * k), "positions": device.alloc(8 * Q * k), "metric": 1, "wide": 0}
-workspace = device.alloc(native.search_cuda_workspace(**job))
-native.search_cuda(**job, workspace=workspace, stream=0)
-assert np.array_equal(device.get(job["positions"], np.int64, (Q, k)), order)
-assert np.array_equal(device.get(job["scores"], np.float32, (Q, k)), np.take_along_axis(sums, order, 1))
+inputs |= {"norms": 0, "constants": device.to(np.zeros(Q, np.float32)), "lengths": 0, "keep": 0, "k": k, "stride": M}
+inputs |= {"scores": device.alloc(4 * Q * k), "positions": device.alloc(8 * Q * k), "metric": 1}
+job = native.Search(**inputs)
+workspace = device.alloc(native.search_cuda_workspace(job))
+native.search_cuda(job, workspace=workspace, stream=0)
+assert np.array_equal(device.get(inputs["positions"], np.int64, (Q, k)), order)
+assert np.array_equal(device.get(inputs["scores"], np.float32, (Q, k)), np.take_along_axis(sums, order, 1))
 assert not any(stats.warn for *_, stats, _ in host.log)
 
 try:
-    native.search_cuda(**job | {"M": 65}, workspace=workspace, stream=0)
+    native.search_cuda(native.Search(**inputs | {"M": 65}), workspace=workspace, stream=0)
 except RuntimeError as error:
     print(error)
 """

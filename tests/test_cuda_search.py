@@ -40,8 +40,8 @@ class Case:
     metric: str = "l2"
     stride: int = 0  # codes from row to row; M if 0
     wide: bool = False
-    keep: float = 1.0  # the share of codes that is looked at
-    lead: int = 0  # codes that the first row lies behind an aligned address
+    keep: float = 1.0  # the fraction of codes that the filter keeps
+    lead: int = 0  # distance of the first row from an aligned address, in codes
     seed: int = 0
     ties: bool = False  # few different scores
     tensors: dict[str, Tensor] = field(init=False, repr=False)
@@ -111,7 +111,7 @@ POINTERS = ["table", "scale", "codes", "norms", "constants", "lengths", "keep", 
 
 
 class SearchStruct(ctypes.Structure):
-    """drq::Search of csrc/adc.h."""
+    """drq::Search of csrc/search.h."""
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in POINTERS),
@@ -135,7 +135,7 @@ class Simulator:
         self.enqueue.restype = ctypes.c_char_p
 
     def put(self, case: Case) -> SearchStruct:
-        """The case in a device memory that was emptied, with rubbish where nothing was written."""
+        """Copies the case to device memory, after filling all of it with garbage bytes."""
         self.device.mem[4096 : min(self.device.top, 1 << 28)] = 0xA5
         self.device.top = 4096
         self.device.starts.clear()
@@ -221,7 +221,7 @@ def host(folder) -> Any:
     sys.path.insert(0, str(folder))
     import hostsim
 
-    return hostsim.HostSim(13 << 28)  # pages that nobody touches cost nothing
+    return hostsim.HostSim(13 << 28)  # untouched pages take no memory
 
 
 @pytest.fixture(scope="module")
@@ -229,7 +229,7 @@ def simulator(host, folder) -> Simulator:
     return Simulator(host, folder)
 
 
-# So that little work is enough for several rounds of queries and slices of codes.
+# Small limits, so that small cases have several rounds of queries and slices of codes.
 SMALL_CONSTANTS = {
     "kRoundBytes = 1 << 28": "kRoundBytes = 1 << 11",
     "kBlocks = 1024": "kBlocks = 3",
@@ -243,7 +243,7 @@ def in_rounds(host, folder) -> Simulator:
 
 
 def on_gpu(case: Case, search: Callable[[dict[str, int]], None]) -> tuple[Tensor, Tensor]:
-    """What search(job), a search on the GPU, makes of the case."""
+    """The results of search(job) on the GPU for the case."""
     given = {name: tensor.cuda() for name, tensor in case.tensors.items()}
     scores = torch.empty(case.Q, case.k, device="cuda")
     positions = torch.empty(case.Q, case.k, dtype=torch.int64, device="cuda")

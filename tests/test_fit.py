@@ -42,7 +42,7 @@ def job(codec):
 def test_refit_is_the_minimum_for_given_codes(job):
     x, codes, codebook, scale, omega = job
     statistics = fit._collect(x, codes, codebook, x.square().sum())
-    for _ in range(8):  # the ridge holds back a little each time
+    for _ in range(8):  # the ridge keeps each refit a little short of the minimum
         codebook_before, codebook = codebook, fit._refit(statistics, codes, codebook, scale, omega)
         assert torch.equal(codebook[7], codebook_before[7])
     codebook = codebook.clone().requires_grad_()
@@ -93,7 +93,7 @@ def test_fewer_vectors_than_codewords_start_as_codewords_beside_zeros(K):
 
 
 def test_with_fewer_vectors_than_codewords_the_scale_does_not_vanish():
-    """Level 0 meets every vector, so that no other scale than a tiny one would do no harm."""
+    """Level 0 reproduces every vector, so any later level with a scale that is not tiny would increase the error."""
     for N in (5, 20, 30):
         assert fit.fit(data(N), 32, 3, rounds=8, seed=0).scale[1] > 0.05
 
@@ -312,7 +312,7 @@ def read_to_the_end(terminal: int) -> str:
         try:
             while part := stream.read(4096):
                 parts.append(part)
-        except OSError:  # what Linux says when the other side is closed
+        except OSError:  # raised by Linux when the other side is closed
             pass
     return b"".join(parts).decode(errors="replace")
 

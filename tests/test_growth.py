@@ -1,4 +1,4 @@
-"""What doubling a size costs: twice as much, and no more than a cache that has become too small adds to that."""
+"""Time grows linearly: doubling a size doubles the time, plus what additional cache misses cost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUNDS = 9
 
 
 def growth(job: Callable[..., Callable[[], Any]], small: dict[str, int], **large: int) -> float:
-    """Median of time(large) / time(small) of runs that take turns."""
+    """Median of time(large) / time(small) over alternating runs."""
     runs = job(**small), job(**(small | large))
     ratios = []
     for _ in range(ROUNDS + 2):
@@ -28,7 +28,7 @@ def growth(job: Callable[..., Callable[[], Any]], small: dict[str, int], **large
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """The best of three: what others do to the machine at the moment counts least."""
+    """The shortest of three runs, which other processes disturb least."""
     found = []
     for _ in range(3):
         start = time.perf_counter()

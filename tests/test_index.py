@@ -110,7 +110,7 @@ def test_removed_ids_are_not_given_out_again():
     index.remove([0, 1, 4, 5])
     assert len(index) == 0
     assert index.add(X[:1]).tolist() == [6]
-    assert index.add(X[:1], ids=[2]).tolist() == [2]  # only by name
+    assert index.add(X[:1], ids=[2]).tolist() == [2]  # a removed id can be used again only if it is given explicitly
 
 
 def test_keep_by_ids_and_by_mask():

@@ -82,7 +82,7 @@ def test_each_term_alone(codec, weights):
 
 @needs_native
 def test_small_residuals_are_rebased(codec):
-    """Vectors that the first level meets up to 1 %: n/r is 1e4, and score space alone would lose four digits."""
+    """Level 0 leaves 1 % of the vectors: ||x||^2 / r is 1e4, and score space alone would lose four digits."""
     noise, codebook, scale, offset = codec(N=300, D=32, K=64, M=4)
     scale = scale.abs() * torch.tensor([1.0, 0.01, 0.01, 0.01])
     x = codebook[torch.arange(300) % 64] + 0.01 * noise + offset

@@ -1,6 +1,6 @@
 """The native code without Python: every instruction set on random cases, under sanitizers, AVX-512 over SIMDe.
 
-DRQ_FAST_SEED=7 begins with another seed and DRQ_FAST_CASES=5000 tries so many.
+DRQ_FAST_SEED sets the first seed, DRQ_FAST_CASES the number of cases.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 SETUP: dict[str, Any] = runpy.run_path(str(ROOT / "setup.py"))
 COMPILER: str | None = SETUP["find_compiler"]()
 SIMDE = Path("/usr/include/simde/x86/avx512.h")
-# Names of files and lines in what sanitizers report; the first finding ends the program.
+# Sanitizers report files and lines, and end the program at the first finding.
 SANITIZED = ("-g", "-O1", "-fno-sanitize-recover=all")
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler was found")
@@ -43,7 +43,7 @@ class Builder:
         assert done.returncode == 0, done.stderr
 
     def compile_all(self, units: list[tuple[str, ...]]) -> list[Path]:
-        """Objects of (source, flag, flag, ...)."""
+        """Compiles units (source, flag, flag, ...), each once; returns their objects."""
         missing = [unit for unit in units if unit not in self.objects]
         self.objects |= {unit: self.folder / f"{len(self.objects) + i}.o" for i, unit in enumerate(missing)}
         with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -51,15 +51,16 @@ class Builder:
         return [self.objects[unit] for unit in units]
 
     def executable(self, test: str, *flags: str, simde: bool = False) -> Path:
-        """tests/native/<test>.cpp and the kernels, by the flags of setup.py and these."""
+        """Builds tests/native/<test>.cpp with the kernels, using the flags of setup.py and these."""
         x86 = len(SETUP["ISA_FLAGS"]) > 1
-        flags = (*SETUP["CXX_FLAGS"], "-I" + str(ROOT / "csrc"), *(["-DDRQ_X86"] if x86 else []), *flags)
+        defined = ("-DDRQ_COUNT_SCANS", *(["-DDRQ_X86"] if x86 else []))
+        flags = (*SETUP["CXX_FLAGS"], "-I" + str(ROOT / "csrc"), *defined, *flags)
         emulated = ("-DDRQ_SIMDE", "-O1", "-Wno-psabi", "-include", str(ROOT / "tests/native/simde_missing.h"))
         units = [(f"tests/native/{test}.cpp", *flags)]
         for source in set(SETUP["CXX_SOURCES"]) - {"csrc/bindings.cpp"}:
             says_so = simde and source == "csrc/cpu/dispatch.cpp"
             units.append((source, *flags, *(["-DDRQ_SIMDE"] if says_so else [])))
-        # Portable copies come first: of functions that were not inlined the linker takes the first.
+        # Portable objects come first: if a function is in several objects, the linker takes the first.
         for isa, isa_flags in SETUP["ISA_FLAGS"].items():
             chosen = emulated if simde and isa == "avx512" else tuple(isa_flags.split())
             units += [(source, *flags, f"-DDRQ_ISA={isa}", *chosen) for source in SETUP["ISA_SOURCES"]]
@@ -74,7 +75,7 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
 
 
 def run(program: Path, cases: int) -> str:
-    """What it printed. A failure names its seed: run the program with that and 1."""
+    """Runs the program; returns what it printed. A failure prints its seed: repeat it by `program SEED 1`."""
     seed, count = os.environ.get("DRQ_FAST_SEED", "0"), os.environ.get("DRQ_FAST_CASES", str(cases))
     done = subprocess.run([str(program), seed, count], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
@@ -107,7 +108,7 @@ def test_avx512_emulated(builder, test, cases):
 
 @pytest.mark.skipif(shutil.which("nm") is None, reason="nm is not installed")
 def test_no_function_is_shared_between_instruction_sets(builder):
-    """The linker keeps one of equal functions: AVX-512 could get into the portable copy."""
+    """Of functions with the same name the linker keeps one, so AVX-512 could get into the portable code."""
     builder.executable("search_test")
     copies = [
         str(path) for unit, path in builder.objects.items() if "-O1" not in unit and unit[0] in SETUP["ISA_SOURCES"]

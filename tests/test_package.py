@@ -26,7 +26,7 @@ def copy_of_the_source(folder: Path) -> Path:
 
 
 def run(*command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """In a folder that is no source tree, so that `python -m` finds what is installed."""
+    """Runs in a folder that is no source tree, so that `python -m` finds the installed package."""
     environment = {**os.environ, **variables}
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=os.sep, check=False)
 

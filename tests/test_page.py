@@ -31,7 +31,7 @@ NETWORK = ["--hidden", "32", "--dim", "32", "--codewords", "16", "--levels", "3"
 
 
 def make(folder: Path, label: np.ndarray, classes: list[str], *options: object) -> Path:
-    """The page of a run whose codes are short enough to be wrong now and then."""
+    """The page of a run whose codes are so short that some results are wrong."""
     rng = np.random.default_rng(0)
     flags = label if label.ndim == 2 else np.eye(CLASSES)[label]
     x = (flags @ rng.normal(size=(flags.shape[1], 12)) + 1.2 * rng.normal(size=(N, 12))).astype(np.float32)
@@ -238,7 +238,7 @@ def text(browser: Browser, selector: str) -> str:
 
 
 def set_length(browser: Browser, n: int) -> None:
-    """As a drag does."""
+    """Moves the slider as a drag does."""
     browser.run(f"by('length').value = {n}; by('length').dispatchEvent(new Event('input', {{bubbles: true}}))")
 
 

@@ -18,7 +18,7 @@ TRAIN = ["--train", "20", "--query", "5", "--hidden", "32", "--dim", "48", "--co
 
 
 class Counted(VectorFiles):
-    """Vectors that fail once, at a row."""
+    """Vectors that cannot be read from row `fails_at` on."""
 
     fails_at: int | None = None
     rows_read = 0
@@ -31,7 +31,7 @@ class Counted(VectorFiles):
 
 
 def encode_two_thirds(shell, monkeypatch) -> None:
-    """An encoding that fails at row 2000 of 3000, and would not again."""
+    """Encodes until row 2000 of 3000, where reading fails; it succeeds when it is repeated."""
     monkeypatch.setattr(runs, "_SECONDS", 0.0)
     monkeypatch.setattr(runs, "block_rows", lambda dim: 250)
     monkeypatch.setattr(commands, "VectorFiles", Counted)

@@ -106,9 +106,9 @@ def check(case: Case, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
         (3, 1, 2, 1, 5),  # less than k
         (1, 20011, 256, 4, 10),  # one query
         (2, 20011, 16, 8, 10),
-        (1, 20000, 256, 1, 7),  # thousands of ties
+        (1, 20000, 256, 1, 7),  # one level: thousands of ties
         (2, 9001, 100, 2, 1),
-        (1, 20011, 256, 3, 10),  # no power of two
+        (1, 20011, 256, 3, 10),  # M is no power of two
         (40, 20011, 256, 4, 10),  # a batch, and part of one
         (130, 9001, 256, 8, 100),
         (33, 9001, 64, 16, 3),
@@ -249,7 +249,7 @@ def random_case(r: random.Random) -> Case:
 
 
 def test_random_cases(monkeypatch):
-    """DRQ_FAST_CASES=5000 tries so many, DRQ_FAST_SEED=7 others. A failure names its case, with a seed of its own."""
+    """DRQ_FAST_CASES sets the number of cases, DRQ_FAST_SEED the first seed. A failure prints its case and seed."""
     r = random.Random(int(os.environ.get("DRQ_FAST_SEED", "0")))
     for _ in range(int(os.environ.get("DRQ_FAST_CASES", "40"))):
         check(random_case(r), r.choice(ISAS), monkeypatch)

@@ -1,4 +1,4 @@
-"""The three-stage loop: that it learns, resumes to the bit, is as one in two processes, and what every switch does."""
+"""The three-stage loop: it learns, resumes bit by bit, gives the same in two processes, and obeys every option."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SHORT = Config(epochs=(2, 1, 2), batch=32, rate=3e-3, backbone_rate=3e-3, checkp
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The matrices are tiny: a second thread would only wait."""
+    """A second thread would only slow down the tiny matrix products."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -125,7 +125,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_pat
     for _ in range(3):
         stamp = (tmp_path / CHECKPOINT).stat().st_mtime_ns if (tmp_path / CHECKPOINT).exists() else None
         process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
-        while process.poll() is None:  # until it has gone on, then at any moment
+        while process.poll() is None:  # kill it at a random moment after a new checkpoint
             time.sleep(0.01)
             if (tmp_path / CHECKPOINT).exists() and (tmp_path / CHECKPOINT).stat().st_mtime_ns != stamp:
                 time.sleep(generator.uniform(0, 0.3))

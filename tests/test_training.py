@@ -50,7 +50,7 @@ def test_sharp_and_flat_assignments(codec, op, gamma):
 
 @OPERATIONS
 def test_small_residuals_are_rebased(codec, op):
-    """Vectors that the first level meets up to 1 %: n/r is 1e4, and score space alone would lose four digits."""
+    """Level 0 leaves 1 % of the vectors: ||x||^2 / r is 1e4, and score space alone would lose four digits."""
     noise, codebook, scale, offset = codec(N=300, D=32, K=64, M=4)
     scale = scale.abs() * torch.tensor([1.0, 0.01, 0.01, 0.01])
     x = codebook[torch.arange(300) % 64] + 0.01 * noise + offset
@@ -59,7 +59,7 @@ def test_small_residuals_are_rebased(codec, op):
 
 @OPERATIONS
 def test_clusters_far_from_each_other(op):
-    """Rounding of the large norms makes other codewords seem nearer than the one whose distance was formed anew."""
+    """Rounding of the large norms makes other codewords seem nearer than the chosen one, which was recomputed."""
     torch.manual_seed(0)
     x = 100 * torch.randn(4, 64)[torch.arange(2000) % 4] + 0.1 * torch.randn(2000, 64)
     layer = RecurrentQuantizer(64, 64, 4)

@@ -54,7 +54,7 @@ def test_sharp_and_flat_assignments(codec, gamma):
 
 @pytest.mark.parametrize("K", [32, 260])
 def test_small_residuals_are_rebased(codec, K):
-    """Vectors that the first level meets up to 1 %: n/r is 1e4, and score space alone would lose four digits."""
+    """Level 0 leaves 1 % of the vectors: ||x||^2 / r is 1e4, and score space alone would lose four digits."""
     noise, codebook, scale, offset = codec(N=20, D=32, K=K, M=3)
     scale = scale.abs() * torch.tensor([1.0, 0.01, 0.01])
     x = codebook[:20] + 0.01 * noise + offset

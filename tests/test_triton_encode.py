@@ -133,6 +133,20 @@ def test_parts_change_nothing(codec, monkeypatch):
     assert torch.equal(encode(x[:5], codebook, scale, beam=2), whole[1])
 
 
+@pytest.mark.skipif(DEVICE == "cuda", reason="matrix products on a GPU have at least 16 rows")
+def test_launches_follow_the_tile_height_in_the_settings(codec, monkeypatch):
+    from drq_fast.kernels import beam
+    from drq_fast.kernels import encode as greedy
+
+    x, codebook, scale, _ = codec(N=20, K=300)
+    whole = [encode(x, codebook, scale), encode(x, codebook, scale, beam=2)]
+    tiled, errors = greedy.tiled_settings, beam.errors_settings
+    monkeypatch.setattr(greedy, "tiled_settings", lambda precision: tiled(precision) | {"ROWS": 8})
+    monkeypatch.setattr(beam, "errors_settings", lambda precision: errors(precision) | {"ROWS": 8})
+    assert torch.equal(encode(x, codebook, scale), whole[0])
+    assert torch.equal(encode(x, codebook, scale, beam=2), whole[1])
+
+
 def test_refuses_what_it_cannot_do(codec):
     x, codebook, scale, _ = (t.to(DEVICE) for t in codec())
     with pytest.raises(BackendUnavailable, match="an input is float64"):

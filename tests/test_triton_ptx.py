@@ -16,7 +16,7 @@ ONCE = {"encode_kernel", "encode_tiled_kernel", "beam_errors_kernel", "level_bac
 
 
 def simulate(seed: int, *jobs: str) -> list[str]:
-    """The jobs that were done, within their limits."""
+    """Runs the simulator and checks all errors; returns the names of the jobs."""
     pytest.importorskip("triton")
     if not (PTXSIM / "ptxsim.py").exists():
         pytest.skip("no PTX simulator at DRQ_PTXSIM")

@@ -36,14 +36,14 @@ void greedy(const Encode& job) {
 }
 
 struct Candidate {
-  float key;      // what the path is judged by
+  float key;      // by which paths are compared
   float error;    // d_m^2
-  int64_t place;  // parent * P + codeword: in the order of the code, parents being sorted by theirs
+  int64_t place;  // parent * P + codeword: orders paths by their codes, because parents are sorted by theirs
 };
 
 bool better(const Candidate& a, const Candidate& b) { return a.key < b.key || (a.key == b.key && a.place < b.place); }
 
-// The `width` best of the candidates, which are offered in the order of their places and keep it.
+// Keeps the `width` best candidates. They must be offered in ascending order of their places, and stay in that order.
 struct Best {
   explicit Best(int64_t beam) : capacity(2 * beam + 64), items(capacity) {}
   void clear(int64_t new_width, float new_limit) { count = 0, width = new_width, limit = new_limit; }
@@ -69,7 +69,7 @@ struct Best {
   int64_t capacity;
   Buffer<Candidate> items;
   int64_t count = 0, width = 0;
-  float limit = 0;  // no key above it can be among them
+  float limit = 0;  // candidates with larger keys cannot be among the best
 };
 
 // One vector's paths after a level, in the order of their codes.
@@ -90,7 +90,7 @@ struct Paths {
   Buffer<int32_t> codes;  // [beam, M]
 };
 
-// All paths extended by every codeword, and which of that is worth a closer look.
+// The keys of all paths extended by every codeword, and a limit that drops most of them.
 struct Extensions {
   Extensions(int64_t beam, int64_t P) : rows(rows_for(beam)), keys(beam * P), least(rows * kWidth) {}
 
@@ -100,7 +100,7 @@ struct Extensions {
     return count;
   }
 
-  // Their keys, and the smallest of each of many groups.
+  // Computes the keys, and the smallest key of each of many groups.
   void fill(const Encode& job, const Paths& now, int64_t paths, int64_t m) {
     const Tile& tile = job.tile;
     const Floats twice = Floats::all(2 * tile.scale[m]), tail = Floats::all(job.still_to_come[m]);
@@ -114,14 +114,14 @@ struct Extensions {
         const Floats key = paid + (r + (Floats::load(bias + k) - twice * Floats::load(t + k))) * tail;
         key.store(keys.data + b * tile.P + k);
         float* sixteen = least.data + row * kWidth;
-        min(key, Floats::load(sixteen)).store(sixteen);  // a NaN is passed over
+        min(key, Floats::load(sixteen)).store(sixteen);  // NaN is ignored
         row = (row + 1) & (rows - 1);
       }
     }
   }
 
-  // A number that at least `width` keys are not above, if there are so many: as many groups have one. Nearly the
-  // smallest such number, by bisection.
+  // A limit that at least `width` keys do not exceed, because the smallest keys of `width` groups do not; infinite if
+  // there are fewer keys. Bisection makes it nearly the smallest such limit.
   float limit(int64_t width) const {
     Floats highest = Floats::load(least.data), lowest = highest;
     for (int64_t row = 1; row < rows; ++row) {
@@ -143,7 +143,7 @@ struct Extensions {
     return high;
   }
 
-  // The place of the best of all; nothing is kept of the others.
+  // The place of the best extension alone, for the last level; stores no keys.
   static int64_t single(const Encode& job, const Paths& now, int64_t paths, int64_t m) {
     const Tile& tile = job.tile;
     const Floats twice = Floats::all(2 * tile.scale[m]), tail = Floats::all(job.still_to_come[m]);
@@ -165,7 +165,7 @@ struct Extensions {
     for (int64_t k = 0; k < tile.P; k += kWidth)
       if (const unsigned bits = equal(keys_at(parent, k), Floats::all(best))) {
         const int64_t codeword = k + __builtin_ctz(bits);
-        return parent * tile.P + (codeword < tile.K ? codeword : 0);  // padding, where everything else is NaN
+        return parent * tile.P + (codeword < tile.K ? codeword : 0);  // padding is found only if everything else is NaN
       }
     return 0;
   }

@@ -45,7 +45,7 @@ class Pool {
   void run(Job& job) {
     {
       const std::lock_guard<std::mutex> lock(mutex);
-      waiting.reserve(waiting.size() + job.parts);  // throws here or never
+      waiting.reserve(waiting.size() + job.parts);  // the only statement that can throw, before any task is queued
       for (int64_t part = 1; part < job.parts; ++part) waiting.push_back({&job, part});
       start_threads(job.parts - 1);
     }
@@ -63,7 +63,7 @@ class Pool {
   const int64_t process;
 
  private:
-  // Without a thread the caller does it all.
+  // If no thread can be started, the caller runs all parts.
   void start_threads(int64_t wanted) {
     try {
       for (; threads < wanted; ++threads) std::thread([this] { serve(); }).detach();
@@ -71,7 +71,7 @@ class Pool {
     }
   }
 
-  // The first task, of a job or of any.
+  // Takes the first waiting task: of `job`, or of any job if it is null.
   bool take(const Job* job, Task& task) {
     const auto found =
         std::find_if(waiting.begin(), waiting.end(), [job](const Task& t) { return job == nullptr || t.job == job; });
@@ -99,8 +99,8 @@ class Pool {
   int64_t threads = 0;
 };
 
-// Never destroyed: its threads sleep until the process ends. That of a parent is left alone, threads and locks of it
-// may be in any state.
+// Never destroyed: its threads sleep until the process ends. After a fork the parent's pool is left alone, because its
+// locks may be in any state.
 Pool& pool() {
   static std::atomic<Pool*> current{nullptr};
   Pool* found = current.load();

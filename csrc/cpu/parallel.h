@@ -6,11 +6,11 @@
 namespace drq {
 
 // Calls work(begin, end, part) for consecutive parts of 0..items, one part per thread, and waits; the first exception
-// is thrown again. The caller does a part, and those that no thread has begun by then.
+// is thrown again. The caller runs the first part, then every part that no thread has started.
 //
-// Threads are kept: where one is started anew, Linux may leave it waiting behind the caller on the same core for longer
-// than a search takes. After a fork they are made anew, and nothing waits for them at exit. Several callers may share
-// them.
+// Threads are kept between calls, because Linux may leave a new thread waiting on the caller's core for longer than a
+// search takes. A process creates its own threads after a fork. Nothing waits for them at exit. Several callers may
+// share them.
 void parallel_for(int64_t items, int threads, const std::function<void(int64_t, int64_t, int64_t)>& work);
 
 }  // namespace drq

@@ -33,7 +33,7 @@ struct Floats {
   static Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
   static Floats all(float x) { return {_mm512_set1_ps(x)}; }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
-  // Rounded down to bytes; lanes must not be negative, and what is above 255 becomes that.
+  // Rounded down to bytes and saturated at 255; lanes must not be negative.
   void store_bytes(uint8_t* p) const {
     const __m512i whole = _mm512_cvttps_epi32(_mm512_min_ps(v, _mm512_set1_ps(255)));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtusepi32_epi8(whole));
@@ -192,7 +192,7 @@ inline unsigned not_above(const Floats& a, const Floats& b) {
 
 #endif
 
-// exp(x) for x <= 0, to about one unit in the last place; 1e-38 and less become that.
+// exp(x) for x <= 0, to about one unit in the last place; results are at least about 1e-38.
 inline Floats exp_of_negative(Floats x) {
   x = max(x, Floats::all(-87.0f));
   const Floats shift = Floats::all(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers

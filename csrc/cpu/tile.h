@@ -34,12 +34,12 @@ float keys_of(const float* t, const float* bias, float s, int64_t P, float* key)
 
 float squared_norm(const Tile& tile, int64_t n) { return dot(tile.x + n * tile.D, tile.x + n * tile.D, tile.D); }
 
-// Where a squared residual is below this share of what score space started from, it has lost too many of its bits.
+// A squared residual below this fraction of the base (see advance) has lost too many bits to cancellation.
 constexpr float kRebaseBelow = 1.0f / 256;
 
-// From level m to m + 1 of row n: t_next = t - s_m G[path[m]], given r = r_{m+1}; returns r. Where that is small beside
-// `base`, the squared norm that t was last formed from, both are formed anew from the residual, which is the new base.
-// t_next may be t.
+// Advances row n from level m to m + 1: t_next = t - s_m G[path[m]], given r = r_{m+1}; returns r. `base` is the
+// squared norm of the vector from which t was last computed directly. If r is small relative to it, t_next and r are
+// computed from the residual vector, which becomes the new base. t_next may be t.
 template <class Code>
 float advance(const Tile& tile, int64_t n, const Code* path, int64_t m, float r, const float* t, float* t_next,
               float& base, float* residual) {

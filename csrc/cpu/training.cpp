@@ -9,10 +9,11 @@ namespace {
 
 void copy(const float* from, int64_t count, float* to) { std::memcpy(to, from, count * sizeof(float)); }
 
-// Turns the keys of a level into p - onehot(b), in place: d^2[k] = squared + key[k] but d^2[b] = nearest, which may
-// have been formed anew: the others carry more rounding, and none is taken to be nearer.
+// Replaces the keys of a level by p - onehot(b). The distances are d^2[k] = squared + key[k], except d^2[b] = nearest,
+// which may have been computed from the residual vector. The others have larger rounding errors and are clamped to be
+// no smaller.
 void soften(float* p, int64_t P, float gamma, float squared, float nearest, int64_t b) {
-  if (!std::isfinite(squared)) {  // no maximum or minimum below would let it through
+  if (!std::isfinite(squared)) {  // min and max below would hide NaN and infinity
     for (int64_t k = 0; k < P; k += kWidth) Floats::all(NAN).store(p + k);
     return;
   }
@@ -72,7 +73,8 @@ void mix(const Training& job) {
 
 namespace {
 
-// Of one row: t_{m+1}, and where errors are wanted Delta_m and Delta_m G, [M, P] each, and what follows, [M] each.
+// Values of one row: t_{m+1} and, if errors are wanted, Delta_m and v = Delta_m G, [M, P] each; errors and their
+// gradients, [M] each.
 struct Row {
   explicit Row(const Tile& tile)
       : t(tile.M * tile.P),
@@ -85,7 +87,7 @@ struct Row {
         dsoft(tile.M),
         djoint(tile.M) {}
 
-  // As `assign` saw them.
+  // Computes t_{m+1} again, with the same bits as `assign`.
   void fill_scores(const Training& job, int64_t n) {
     const Tile& tile = job.tile;
     const int64_t* path = job.codes + n * tile.M;
@@ -121,7 +123,7 @@ struct Row {
     return job.of_hard * hard_total + job.of_soft * soft_total + job.of_joint * e_joint;
   }
 
-  // The gradients of the errors: given, or those of the loss.
+  // Sets the gradients of the errors: the given ones, or those of the loss.
   void fill_gradients(const Training& job, int64_t n) {
     const int64_t M = job.tile.M;
     if (job.omega == nullptr) {
@@ -165,15 +167,15 @@ void evaluate(const Training& job) {
 
 namespace {
 
-// A squared distance below this share of ||x||^2 is rounding: the vector is met exactly, and the gradient is 0 there.
-// What score space computes of it, dS C + 2 dn x, would be the difference of two large numbers.
+// A squared distance below this fraction of ||x||^2 is only rounding error: the approximation is exact, and the
+// gradient is set to 0. Score space would compute it as dS C + 2 dn x, the difference of two large numbers.
 constexpr float kNoise = 1.0f / (1LL << 36);
 
 // The derivative of the square root.
 float half_over_root(float squared, float noise) { return squared > noise ? 0.5f / std::sqrt(squared) : 0; }
 
-// What the errors after level m add to a = dL/dDelta and dt = dL/dt_{m+1}; returns what they add to dL/dr_{m+1}.
-// soft^2 = r_{m+1} - 2 <Delta, t_{m+1}> + Delta G Delta^T, joint = Delta G Delta^T.
+// Adds the gradients of the errors after level m to a = dL/dDelta and dt = dL/dt_{m+1}; returns the term of
+// dL/dr_{m+1}. soft^2 = r_{m+1} - 2 <Delta, t_{m+1}> + Delta G Delta^T, joint = Delta G Delta^T.
 float errors_backward(const Training& job, const Row& row, int64_t n, int64_t m, float* a, float* dt) {
   const int64_t P = job.tile.P, place = n * job.tile.M + m;
   const float noise = job.squared_norms[n] * kNoise;
@@ -191,8 +193,8 @@ float errors_backward(const Training& job, const Row& row, int64_t n, int64_t m,
   return alpha + row.dhard.data[m] * half_over_root(job.residuals[place], noise);
 }
 
-// One level's share of the gradients of row n. t = t_m, next = t_{m+1}, rho = dL/dr_{m+1}, a = dL/dDelta_j summed over
-// j >= m; dt comes as dL/dt_{m+1} and leaves as dL/dt_m; returns dL/dr_m. Spoils `soft`.
+// Adds the gradients of level m of row n; returns dL/dr_m. t = t_m, next = t_{m+1}, rho = dL/dr_{m+1}; a is the sum of
+// dL/dDelta_j over j >= m; dt is dL/dt_{m+1} before and dL/dt_m after the call. Overwrites an entry of `soft`.
 float level_backward(const Training& job, int64_t n, int64_t m, const float* t, const float* next, float rho,
                      const float* a, float* dt) {
   const Tile& tile = job.tile;
@@ -235,7 +237,7 @@ float level_backward(const Training& job, int64_t n, int64_t m, const float* t, 
   }
   ds += 2 * (static_cast<double>(s) * sum(by_diagonal) - sum(by_t));
 
-  // d^2[b] = r_{m+1}, which may have been formed anew, and t_{m+1}[b] = t_m[b] - s G[b, b].
+  // d^2[b] = r_{m+1}, which may have been computed from the residual vector, and t_{m+1}[b] = t_m[b] - s G[b, b].
   const float by_root = 2 * half_over_root(job.residuals[n * tile.M + m], noise);
   const float q_b = slope * p_b * (a[b] - average) * by_root + rho;
   dt[b] -= 2 * s * q_b;

@@ -7,7 +7,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kCodesPerThread = 4;
-constexpr int64_t kMaxSharedWords = 48 * 1024 / sizeof(float);  // what every architecture gives without asking
+constexpr int64_t kMaxSharedWords = 48 * 1024 / sizeof(float);  // available on every architecture without opting in
 
 // Math:     sums[q, n] = sum_m fl(scale[m] * table[q, codes[n, m]]), docs/math.md section 5
 // Tiling:   one block owns one query and kThreads * kCodesPerThread codes; one thread adds up one code at a time

@@ -1,4 +1,4 @@
-// k <= kMaxFused: each block keeps the k best of its slice, a second kernel the k best of all slices.
+// Search for k <= kMaxFused: each block keeps the k best keys of its slice, and a second kernel merges the slices.
 #pragma once
 
 #include "scan.cuh"
@@ -51,12 +51,12 @@ template <bool kBatch>
 struct Queues {
   Key* keys;     // [queries, capacity]
   Key* scratch;  // shared, kSortKeys of them
-  int* count;    // shared [queries]; may exceed the capacity by what did not go in
+  int* count;    // shared [queries]; exceeds the capacity while keys that did not fit wait
   Key* bound;    // shared [queries]: the k-th best, kNone as long as there are fewer
   int capacity, k;
   int mine;     // this lane's query
   Key limit;    // its bound
-  float worst;  // the cost in it; nothing is above NaN
+  float worst;  // the cost in it; NaN as long as there is no limit, and no cost compares above NaN
 
   __device__ void clear() {
     if (threadIdx.x < (kBatch ? kWarp : 1)) {
@@ -79,7 +79,7 @@ struct Queues {
     offer(key, waiting, any);
   }
 
-  // Whoever finds his queue full waits until it has been cut to its k best, and tries again.
+  // A thread that finds its queue full waits until the queue has been cut to its k best keys, and tries again.
   __device__ void offer(const Key (&key)[kRows], bool (&waiting)[kRows], bool any) {
     bool full;
     do {
@@ -130,7 +130,7 @@ struct Queues {
 // Tiling:   one block owns a slice of codes and a group of queries: 32, one a lane, that share each code, or one
 // Memory:   the table in shared memory as [K][32] where it fits, so that lane i reads bank i alone; codes once per
 //           group, by 16-byte loads; queues in the workspace, written to rarely once a bound is known
-// Numerics: float32 sums in order of the levels, no fused multiply-add; keys differ, so their order decides alone
+// Numerics: float32 sums in order of the levels, no fused multiply-add; keys are unique, so no ties
 template <class Code, bool kBatch, bool kShared>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) queue_kernel(Plan plan) {
   extern __shared__ float4 dynamic[];
@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) queue_kernel(Plan plan
 // Math:     the k best of the slices' k best, and their scores
 // Tiling:   one block owns one query
 // Memory:   slices * k keys are read once, coalesced; k scores are computed again from the codes, k results written
-// Numerics: as above; the order in which keys come does not matter
+// Numerics: integer keys; the result does not depend on the order in which they are read
 __global__ void __launch_bounds__(kThreads) merge_kernel(Plan plan, int width) {
   __shared__ Key queue[2 * kMaxFused];
   __shared__ Key scratch[kSortKeys];

@@ -1,4 +1,4 @@
-// The pass over the codes that every kernel of the search shares; what becomes of the keys is up to an `Action`.
+// The scan of the codes that all search kernels share. An `Action` decides what is done with the costs.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +12,10 @@ constexpr int kWarp = 32;
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kRows = 4;          // codes that a lane scores at a time
-constexpr int kMaxDenseRow = 32;  // bytes of a row up to which all of it is loaded, a prefix or not
+constexpr int kMaxDenseRow = 32;  // rows of up to so many bytes are loaded whole, even if only a prefix is searched
 constexpr int kBlocksPerSm = 4;   // so at most 64 registers a thread
 
-// Cost and position in one number: less is better, and no two codes have the same one.
+// Cost and position in one number: smaller is better, and every key is unique.
 using Key = unsigned long long;
 constexpr Key kNone = ~Key{0};
 
@@ -32,11 +32,11 @@ __device__ inline float cost_of(Key key) {
   return __uint_as_float(order ^ (order >> 31 ? 0x80000000u : ~0u));
 }
 
-// What a lane found out about kRows codes.
+// The costs of kRows codes, computed by one lane.
 struct Scored {
   float cost[kRows];
   bool valid[kRows];
-  uint32_t position, step;  // of the first code, and from each to the next
+  uint32_t position, step;  // of the first code, and the difference from one code to the next
 
   __device__ Key key(int i) const { return key_of(cost[i], position + i * step); }
 };
@@ -50,8 +50,8 @@ struct Plan {
   int64_t groups, slices, slice_rows, capacity;
   int tile_rows, tile_words;
   int table_words;  // in shared memory
-  int spread;       // log2 of the copies of an entry, or of the queries beside each other, in a table
-  int shift;        // of the digit that is looked at; below 0: collect
+  int spread;       // log2 of the floats per codeword in the table: copies of one entry, or 32 queries
+  int shift;        // position of the current digit of the radix select; below 0: collect keys
 };
 
 struct Lane {
@@ -109,8 +109,8 @@ __device__ inline uint4 load_inside(uintptr_t at, uintptr_t begin, uintptr_t end
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Rows first..first + rows - 1 to shared memory: as they lie, 16 bytes a thread, or code by code where a row is far
-// longer than its prefix.
+// Copies rows first..first + rows - 1 to shared memory: unchanged, 16 bytes per thread, or only the M codes of each row
+// where a row has more than kMaxDenseRow bytes.
 template <class Code>
 __device__ Staged stage(const Search& job, int64_t first, int rows, Tile tile) {
   const Code* codes = static_cast<const Code*>(job.codes) + first * job.stride;
@@ -135,7 +135,7 @@ __device__ Staged stage(const Search& job, int64_t first, int rows, Tile tile) {
   return {static_cast<int>(begin - aligned), static_cast<int>(job.stride * sizeof(Code))};
 }
 
-// The block's table to shared memory: [K][32 queries], [K][32 copies] or, with spread 0, [K].
+// Copies the block's table to shared memory: [K][32 queries], [K][32 copies] or, with spread 0, [K].
 template <bool kBatch>
 __device__ void stage_table(const Plan& plan, const Lane& lane, float* staged) {
   const int entries = static_cast<int>(plan.job.K) << plan.spread;
@@ -156,7 +156,7 @@ template <class Code, bool kAligned>
 __device__ void add_up(Tile tile, const int (&at)[kRows], int live, const float* scale, int M, const float* table,
                        uint32_t column, int spread, float (&sum)[kRows]) {
   constexpr int kPerWord = 4 / sizeof(Code);
-  for (int i = 0; i < kRows; ++i) sum[i] = -0.0f;  // -0 + x is x, -0 too
+  for (int i = 0; i < kRows; ++i) sum[i] = -0.0f;  // -0 + x is x for every x, also for -0
 #pragma unroll 1
   for (int m = 0; m < M; m += kPerWord) {
     uint32_t word[kRows];
@@ -179,7 +179,7 @@ __device__ void add_up(Tile tile, const int (&at)[kRows], int live, const float*
   }
 }
 
-// Scores from sums, turned so that less is better.
+// Turns sums into costs: scores, negated where larger ones are better.
 template <int kMetric>
 __device__ void costs_of(float (&sum)[kRows], const float (&norm)[kRows], float constant, float length) {
 #pragma unroll
@@ -189,8 +189,9 @@ __device__ void costs_of(float (&sum)[kRows], const float (&norm)[kRows], float 
   }
 }
 
-// Gives every code of the block's slice to `action`, kRows a lane: a lane has one query and its warp the same codes for
-// 32 of them (kBatch), or all lanes have one query and each its own codes.
+// Scores all codes of the block's slice and passes their costs to `action`, kRows codes per lane. With kBatch every
+// lane has its own query, and a warp scores the same codes for 32 queries. Otherwise all lanes have the same query, and
+// each scores its own codes.
 template <class Code, bool kBatch, bool kShared, class Action>
 __device__ void scan(const Plan& plan, const Lane& lane, float* shared, Action& action) {
   float* scale = shared;
@@ -261,7 +262,7 @@ __device__ inline float score_at(const Search& job, int64_t q, int64_t n) {
   return score_of(job.metric, sum, job.norms ? job.norms[n] : 0, job.constants[q], job.lengths ? job.lengths[q] : 0);
 }
 
-// Keys carry no score to the bit (-0, NaN): it is computed again for those that are returned.
+// A key does not keep every bit of a score (-0, NaN), so the scores of the results are computed again.
 __device__ inline void emit(const Search& job, int64_t q, int64_t rank, Key key) {
   const bool none = key == kNone;
   const int64_t n = none ? -1 : static_cast<int64_t>(key & 0xffffffffu);

@@ -7,15 +7,15 @@ namespace {
 
 constexpr int64_t kBatchFrom = 16;        // queries from which 32 of them share a block
 constexpr int64_t kBlocks = 1024;         // of a round; a constant, so that any GPU needs the same workspace
-constexpr int64_t kMinSliceRows = 2048;   // fewer are not worth a block
-constexpr int64_t kRoundBytes = 1 << 28;  // of workspace, above which there are several rounds of queries
+constexpr int64_t kMinSliceRows = 2048;   // of a slice; fewer are not worth a block
+constexpr int64_t kRoundBytes = 1 << 28;  // of workspace; queries that need more are searched in several rounds
 constexpr int64_t kMaxShared = 96 * 1024;
-constexpr int64_t kStaticShared = 1024;    // more than any scan declares
+constexpr int64_t kStaticShared = 1024;    // upper bound of the static shared memory of the scans
 constexpr int64_t kMaxCodes = 0xfffffffe;  // a position has 32 bits, and one of them means "none"
 
-// Math:     tables[g, k, i] = table[32 g + i, k], 0 for queries that are not there
+// Math:     tables[g, k, i] = table[32 g + i, k], 0 for queries beyond Q
 // Tiling:   one block owns 32 queries and 32 codewords
-// Memory:   read and written once, coalesced, turned in shared memory
+// Memory:   read and written once, coalesced, transposed in shared memory
 // Numerics: copies
 __global__ void __launch_bounds__(kThreads) transpose_kernel(Plan plan) {
   __shared__ float square[kWarp][kWarp + 1];
@@ -52,7 +52,7 @@ int64_t power_of_two(int64_t least) {
   return power;
 }
 
-// Codes that a block loads at a time: as many as its lanes score between two looks at the queues, or a multiple of it.
+// Codes that a block loads at a time: as many as its lanes score in one step, or a multiple.
 int tile_rows(int64_t row_bytes, bool batch) {
   const int64_t unit = kRows * kWarps, fit = (batch ? 4096 : 16384) / row_bytes;
   if (!batch && fit > kRows * kThreads) return kRows * kThreads;
@@ -105,7 +105,7 @@ struct Round {
   size_t shared;
   cudaStream_t stream;
 
-  // Where the table goes: [K][32] in shared memory, [K] there, or left in global memory, that is in the L2 cache.
+  // Places the table: [K][32] in shared memory, else [K] if that fits, else it stays in global memory (L2 cache).
   const char* place_table(int64_t limit) {
     const Search& job = plan.job;
     const int64_t counts = layout.fused ? kSortKeys * sizeof(Key) : kDigits * kWarp * sizeof(unsigned);
@@ -139,7 +139,7 @@ struct Round {
     return last_error();
   }
 
-  // All digits of the cost, and those of the position that N has.
+  // Radix select over all digits of the cost and the digits of the position that N needs.
   const char* select() {
     if (cudaMemsetAsync(plan.radix, 0, layout.radix, stream) != cudaSuccess) return last_error();
     if (cudaMemsetAsync(plan.keys, 0xff, layout.keys, stream) != cudaSuccess) return last_error();

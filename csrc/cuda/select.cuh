@@ -1,4 +1,4 @@
-// k > kMaxFused: the k-th best key by radix select, then the keys up to it, then their order.
+// Search for k > kMaxFused: a radix select finds the k-th best key, then all keys up to it are collected and sorted.
 #pragma once
 
 #include "queue.cuh"
@@ -8,17 +8,18 @@ namespace {
 
 constexpr int64_t kDigits = 256;
 
-// What is known of the k-th best key of a query, digit by digit from the top.
+// The state of a query's radix select, which finds the k-th best key digit by digit, the most significant one first.
 struct Radix {
   Key bound;                 // its first digits; once `done`, the largest key that is collected
-  unsigned long long below;  // keys that are less than all with these digits
+  unsigned long long below;  // how many keys are less than every key with these digits
   unsigned done;
   unsigned collected;
   unsigned histogram[kDigits];
 };
 
-// Counts the digit at `shift` of the keys that have the digits found so far, [digit][32]: a bank for each lane. Or,
-// with a shift below 0, writes the keys up to the bound in any order: the k best are among them.
+// Counts the digit at `shift` of the keys that begin with the digits found so far; the counts are [digit][32], so that
+// each lane has its own bank. If shift < 0, writes all keys up to the bound instead, in any order; the k best are among
+// them.
 template <bool kBatch>
 struct Select {
   unsigned* counts;  // shared
@@ -53,7 +54,7 @@ struct Select {
 };
 
 // Math:     k > kMaxFused: one digit of a radix select over the keys (cost, position), or the keys up to its bound
-// Tiling:   as queue_kernel; a block whose queries are all decided leaves at once
+// Tiling:   as queue_kernel; a block returns at once if all its queries are done
 // Memory:   table and codes as queue_kernel, the keys computed anew for each digit and never stored, so the workspace
 //           grows with k alone; counts [256][32] in shared memory, lane i in bank i
 // Numerics: integer counts; the set of keys does not depend on the order of the blocks
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) select_kernel(Plan pla
   if (counting) select.add_up_counts(lane.active);
 }
 
-// Math:     the digit of the k-th best key from the counts of all digits; done once all keys up to it have room
+// Math:     the digit of the k-th best key from the counts of all digits; done once all keys up to it fit in `capacity`
 // Tiling:   one block owns one query, one thread one digit
 // Memory:   256 counts are read, and cleared for the next digit
 // Numerics: integers
@@ -123,7 +124,7 @@ __global__ void __launch_bounds__(kThreads) sort_kernel(Key* keys, int64_t capac
   for (int i = threadIdx.x; i < n; i += kThreads) keys[i] = sorted[i];
 }
 
-// Math:     one step of a stage whose partners are further apart than that
+// Math:     one step of a stage of the bitonic network whose partners are at least kSortKeys apart
 // Tiling:   one thread owns one pair
 // Memory:   keys are read and written once, coalesced
 // Numerics: integers

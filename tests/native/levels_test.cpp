@@ -1,5 +1,5 @@
-// Encoding and training by every instruction set, on random cases: the same bits as the portable code.
-// levels_test FIRST_SEED COUNT.
+// Compares encoding and training of every instruction set with the portable code, bit by bit, on random cases.
+// Usage: levels_test FIRST_SEED COUNT.
 #include "levels.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ float dot(const float* a, const float* b, int64_t count) {
   return sum;
 }
 
-// What an instruction set answered.
+// The results of one instruction set.
 struct Result {
   std::vector<uint8_t> codes8;
   std::vector<int32_t> codes32;
@@ -58,7 +58,7 @@ struct Case {
     for (int64_t i = 0; i < K * D; ++i) codebook[i] = number();
     for (auto& each : x) each = number();
     for (int64_t m = 0; m < M; ++m) scale[m] = (m % 3 == 1 ? -1.0f : 1.0f) / static_cast<float>(1 << m);
-    if (N > 0 && random.once_in(3)) std::copy_n(codebook.begin(), D, x.begin());  // met exactly at level 0
+    if (N > 0 && random.once_in(3)) std::copy_n(codebook.begin(), D, x.begin());  // level 0 approximates it exactly
     fill();
     if (N > 0 && random.once_in(20)) x[random.below(N * D)] = scores[random.below(N * P)] = odd_value(random);
     wide = K > 256 || random.once_in(3), beam = random.one_of({1, 1, 2, 5});

@@ -1,10 +1,12 @@
-// Search and norms by every instruction set, on random cases, against all scores sorted: search_test FIRST_SEED COUNT.
+// Compares search and norms of every instruction set with all scores sorted, on random cases.
+// Usage: search_test FIRST_SEED COUNT.
 #include "search.h"
 
 #include <algorithm>
 #include <cmath>
 #include <thread>
 
+#include "cpu/search/count.h"
 #include "cpu/search/key.h"
 #include "isa.h"
 #include "random.h"
@@ -18,12 +20,21 @@ struct Found {
   std::vector<int64_t> positions;
 };
 
-// A search that owns its inputs. Every array is as long as it must be and no longer.
+// A search that owns its inputs. Arrays have no spare elements, so that sanitizers notice reads beyond their ends.
 struct Case {
   explicit Case(uint64_t seed) : random(seed) {
     shapes();
     codes();
     values();
+  }
+
+  // Codes that every scan can drop early: independent levels of decreasing scale, and small k.
+  Case(int metric, int64_t Q, int64_t N, int64_t M)
+      : random(1), Q(Q), N(N), K(256), M(M), k(10), stride(M), metric(metric), threads(1), wide(false) {
+    table = numbers(Q * K, 1, 1), constants = numbers(Q, 1, 1), lengths.assign(Q, 1);
+    for (int64_t m = 0; m < M; ++m) scale.push_back(std::pow(0.5f, static_cast<float>(m)));
+    for (int64_t i = 0; i < N * M; ++i) codes8.push_back(static_cast<uint8_t>(random.below(K)));
+    for (int64_t n = 0; n < N && metric != kIp; ++n) norms.push_back(1 + random.uniform());
   }
 
   drq::Search job(Found& found) const {
@@ -117,7 +128,7 @@ struct Case {
     }
   }
 
-  // Whole numbers make ties of different codes; magnitudes from denormal to overflowing.
+  // Random numbers: small integers (kind 0), so that different codes tie, or normal ones times `spread`.
   std::vector<float> numbers(int64_t count, int kind, float spread) {
     std::vector<float> out(count);
     for (auto& x : out) x = kind == 0 ? static_cast<float>(random.between(-3, 3)) : spread * random.normal();
@@ -156,7 +167,7 @@ struct Case {
     if (random.once_in(40)) spoil(constants), spoil(lengths);
   }
 
-  // Magnitudes that have nothing to do with each other.
+  // Multiplies each array by its own power of ten.
   void apart() {
     for (auto* values : {&table, &constants, &norms, &lengths}) {
       const float factor = std::pow(10.0f, static_cast<float>(random.between(-22, 17)));
@@ -167,7 +178,7 @@ struct Case {
   void spoil(std::vector<float>& values) {
     if (values.empty()) return;
     const int64_t length = static_cast<int64_t>(values.size()), many = random.once_in(4) ? length / 2 : 3;
-    const bool runs = random.once_in(3);  // the first ones, before anything better was found
+    const bool runs = random.once_in(3);  // the first ones, so that a scan meets them before any better cost
     for (int64_t i = 0; i < many; ++i) values[runs ? i % length : random.below(length)] = odd_value(random);
   }
 
@@ -270,7 +281,7 @@ bool norms_agree(Case& c) {
   return true;
 }
 
-// The sum of fl(a b) over `chunk` dimensions at a time, and the sum of these.
+// The sum of fl(a b) over 64 dimensions at a time, and the sum of these.
 float product(const float* a, const float* b, int64_t D) {
   float total = 0;
   for (int64_t first = 0; first < D; first += 64) {
@@ -330,6 +341,38 @@ bool queries_agree(Case& c) {
   return true;
 }
 
+// Whether one scan processes at least half of the codes where it should, and the result is right.
+bool runs(const char* name, std::atomic<int64_t>& count, const Case& c, int isa) {
+  count = 0;
+  Found found;
+  drq::search_cpu(c.job(found), {}, isa, c.threads);
+  if (count < c.N / 2) {
+    c.print();
+    std::printf("%s: the scan \"%s\" processed %lld of the codes\n", kIsaNames[isa], name,
+                static_cast<long long>(count));
+    return false;
+  }
+  return agrees(c, sorted(c), found, kIsaNames[isa]);
+}
+
+// A scan that never runs would go unnoticed, because another one gives the same results.
+bool every_scan_runs() {
+  drq::Counts& counts = drq::counts;
+  for (int isa = 0; isa < kIsaCount; ++isa) {
+    if (!drq::isa_supported(isa)) continue;
+    for (const int metric : {kL2, kIp, kCosine}) {
+      const bool cosine = metric == kCosine;
+      const Case small(metric, 1, 1000, 4), batch(metric, 64, 20000, 4), quads(metric, 1, 20000, 4);
+      const Case fives(metric, 1, 20000, 5);  // rows that neither `one` nor `bits` can read
+      if (!runs("floats", counts.floats, small, isa) || !runs("batch", counts.batch, batch, isa)) return false;
+      if (isa == 2 && !runs("one", counts.one, quads, isa)) return false;
+      if (isa == 1 && !cosine && !runs("bits", counts.bits, quads, isa)) return false;
+      if (!cosine && !runs("few", counts.few, fives, isa)) return false;
+    }
+  }
+  return true;
+}
+
 bool check(uint64_t seed) {
   Case c(seed);
   const Found expected = sorted(c);
@@ -344,4 +387,4 @@ bool check(uint64_t seed) {
 
 }  // namespace
 
-int main(int argc, char** argv) { return run_seeds(argc, argv, check); }
+int main(int argc, char** argv) { return every_scan_runs() ? run_seeds(argc, argv, check) : 1; }

@@ -23,7 +23,7 @@ Vector vector_of(const Lane (&lanes)[kCount]) {
   return out;
 }
 
-// What does not fit an int becomes the least one, as in the processor.
+// Numbers outside the range of int32 become INT32_MIN, as on the processor.
 inline int32_t whole(float x) { return x >= -2147483648.0f && x < 2147483648.0f ? static_cast<int32_t>(x) : INT32_MIN; }
 
 template <class Operation>
@@ -49,7 +49,8 @@ inline __m128i cvtusepi32_epi8(__m512i a) {
   return vector_of<__m128i>(out);
 }
 
-// Wrong by nearly as much as the processor may be, 2^-14, and never right, so that nobody relies on more.
+// Every lane has nearly the largest error that the processor may have, 2^-14, so that tests notice code that needs
+// less.
 inline __m512 rsqrt14(__m512 a) {
   const Lanes in(a);
   float out[16];

@@ -5,6 +5,7 @@
 #include "cpu/search/bound.h"
 #include "cpu/search/bytes.h"
 #include "cpu/search/ceilings.h"
+#include "cpu/search/count.h"
 #include "cpu/search/floats.h"
 #include "cpu/search/part.h"
 #include "cpu/search/reservoir.h"
@@ -21,7 +22,7 @@ bool same_code(const Search& job, int64_t a, int64_t b) {
   return same;
 }
 
-// Codes that were scored lately, and the lanes that have turned them down: these never want a copy of them, because
+// Codes that were scored recently, and the lanes that rejected them. These lanes reject every copy, too, because
 // thresholds only fall.
 template <class Code>
 struct Rejected {
@@ -58,8 +59,8 @@ class Batch {
     }
   }
 
-  // guesses, if not null: what the k-th best cost of each query is thought to stay below. Where that is wrong the query
-  // is searched again.
+  // guesses, if not null: a likely upper bound of the k-th best cost of each query. A query whose guess was too low is
+  // searched again.
   void run(const Search& some, int64_t begin, int64_t end, Reservoir* reservoirs, const float* guesses) {
     job = some, queries = job.Q, best = reservoirs;
     start();
@@ -104,7 +105,7 @@ class Batch {
     return at;
   }
 
-  // Scans at..end by tables made for the best so far.
+  // Scans at..end by tables made for the k-th best costs so far.
   void sweep(int64_t at, int64_t end) {
     const uint64_t undecided = build();
     scan(at, end);
@@ -123,7 +124,7 @@ class Batch {
     }
   }
 
-  // Tables and thresholds for the best so far. Returns the lanes for which nothing may be dropped.
+  // Builds tables and thresholds for the k-th best costs so far. Returns the lanes for which nothing may be dropped.
   uint64_t build() {
     uint64_t undecided = 0;
     std::memset(threshold, 0, sizeof threshold);
@@ -173,14 +174,14 @@ class Batch {
       }
   }
 
-  // Sums of steps from the threshold on are dropped; 255, to which sums saturate, always is.
+  // Codes whose steps add up to the threshold or more are dropped; 255, to which sums saturate, always is.
   void tighten(int64_t lane) {
     const double most = steps[lane].at(bound[lane].limit(best[lane].tau));
     threshold[lane] = most < 0 ? 0 : static_cast<uint8_t>(std::fmin(most, 254) + 1);
   }
 
-  // The sum of the first levels and, with kNorms, the norm of code n for all queries. By value, so that the compiler
-  // knows that nothing of it changes during a scan.
+  // The sum of the first levels and, with kNorms, the norm of code n for all queries. Captures by value, so that
+  // the compiler knows that nothing changes during a scan.
   template <bool kNorms>
   auto summing() const {
     const uint8_t *const table = lines.data, *const norms = table + job.M * job.K * kLanes;
@@ -194,9 +195,13 @@ class Batch {
     };
   }
 
-  void scan(int64_t at, int64_t end) { bins ? scan<true>(at, end) : scan<false>(at, end); }
+  void scan(int64_t at, int64_t end) {
+    DRQ_COUNT(batch, end - at);
+    bins ? scan<true>(at, end) : scan<false>(at, end);
+  }
 
-  // A first round by few levels is short but leaves more for the second: tries some codes of at..end.
+  // Chooses the levels of the first round by trying some codes of at..end: with fewer levels the round is shorter, but
+  // leaves more codes for the second.
   template <bool kNorms>
   void scan(int64_t at, int64_t end) {
     const auto sum_of = summing<kNorms>();
@@ -221,9 +226,9 @@ class Batch {
     scan<0, kNorms>(at, end);
   }
 
-  // Blocks of codes in three rounds, none of which has a branch that is hard to predict: which groups of kGroup codes
-  // have any that a query may want by its first levels (kLevels, or all if 0), which codes these are by all levels, and
-  // then those.
+  // Scans blocks of codes in three rounds, without branches that are hard to predict. The first finds the groups of
+  // kGroup codes that no query can drop by their first levels (kLevels, or all if 0), the second the codes in them that
+  // are left by all levels, and the third notes these codes.
   template <int kLevels, bool kNorms>
   void scan(int64_t at, int64_t end) {
     const int64_t M = job.M, few = kLevels ? kLevels : M, stride = job.stride;
@@ -253,13 +258,13 @@ class Batch {
     }
   }
 
-  // Whether this is a copy of the code that all queries turned down last.
+  // Whether this is a copy of the code that all queries rejected last.
   bool unwanted(const Code* code, int64_t n) const {
     if (nobodys == nullptr || code[0] != *row_of<Code>(job, nobodys->position)) return false;
     return nobodys->lanes == active && same_code<Code>(job, nobodys->position, n);
   }
 
-  // Notes a code for the queries that could not drop it and have not turned it down before.
+  // Notes a code for the queries that could not drop it and have not rejected it before.
   void look_closely(int64_t n, uint64_t candidates) {
     if (job.keep != nullptr && !job.keep[n]) return;
     if (4 * turned_down > settled) candidates &= ~rejected.entry_of(job, n).lanes;

@@ -1,4 +1,4 @@
-// The norms of codes by 256 bins. Compiled once per instruction set; see simd.h.
+// Assigns the norms of codes to 256 bins. Compiled once per instruction set; see simd.h.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -49,7 +49,8 @@ void place_bins(const Search& job, NormRange range, Bins& out) {
     std::fill(out.high, out.high + 256, range.high);
     return;
   }
-  // The norm at a place. Places are off by less than a thousandth, and by the rounding of float32.
+  // The norm at a fractional bin number. fill_bins() computes these numbers with an error of less than 1/1000, plus the
+  // rounding of float32.
   const auto norm_at = [&](double place, double rounding) {
     int i = 0;
     while (i < 2 && (place >= starts[i + 1] || out.per_unit[i] == 0)) ++i;

@@ -1,9 +1,10 @@
-// One query against 32 codes at a time, with AVX2: each term of a score is a whole number of two to four bits, and each
-// bit is the set of the codewords that have it. Two look-ups of 16 bytes tell whether a codeword is in a set of 256.
-// See one.h for AVX-512.
+// One query against 32 codes at a time, with AVX2: each term of a score is rounded to two to four bits, and each bit is
+// stored as the set of the codewords whose term has it. Two look-ups of 16 bytes tell whether a codeword is in a set of
+// 256. See one.h for AVX-512.
 #pragma once
 
 #include "cpu/search/bound.h"
+#include "cpu/search/count.h"
 #include "cpu/search/part.h"
 #include "cpu/search/reservoir.h"
 
@@ -71,7 +72,7 @@ struct Bits {
     q = query, best = &reservoir;
     seen = chosen = 0, way = kFinest, expected = 0;
     least = std::numeric_limits<float>::infinity();
-    usable = !job.wide && job.metric != kCosine && (job.stride == 4 || job.stride == 8) && job.M >= 2 &&
+    usable = !job.wide && is_norm_only(job.metric) && (job.stride == 4 || job.stride == 8) && job.M >= 2 &&
              job.stride >= job.M && job.K <= 256 && bound.start(job, q);
     if (!usable) return;
     for (int64_t k = 0; k < 256; ++k) table[k] = job.table[q * job.K + (k < job.K ? k : 0)];
@@ -91,6 +92,7 @@ struct Bits {
       if (expected == by_floats || !build(way)) break;
       const double found = cost_of_way(way, scan(way, at, at + codes, false), codes);
       if (found > 1.5 * expected) chosen = 0;
+      DRQ_COUNT(bits, codes);
       at += codes, seen += codes;
     }
     return at;
@@ -99,15 +101,16 @@ struct Bits {
  private:
   struct Way {
     int bits, levels;
-    double cost;  // of a code
+    double cost;  // time per code
   };
   // Only ratios matter: these are picoseconds on one processor.
   static constexpr Way kWays[] = {{2, 2, 125}, {2, 3, 200}, {3, 3, 260}, {4, 3, 330}, {4, 4, 420}};
-  static constexpr double kCloser = 8000, kLookUp = 210;  // to look at a code closely, and a level if all are scored
+  static constexpr double kCloser = 8000,
+                          kLookUp = 210;  // to score a code that is left, and per level if all codes are scored
   static constexpr int kFinest = sizeof kWays / sizeof *kWays - 1;
   static constexpr int64_t kTried = 512, kGroups = 64;
 
-  // Lowers `least` to the least of some norms.
+  // Lowers `least` to the smallest of a sample of the norms.
   void look_at_norms(int64_t at, int64_t codes) {
     for (int64_t i = 0; i < 64; ++i) {
       const float norm = job.norms[at + codes * i / 64];
@@ -115,7 +118,7 @@ struct Bits {
     }
   }
 
-  // Sets of codewords for the best so far; false if nothing may be dropped.
+  // Builds the sets for the k-th best cost so far; false if no code may be dropped.
   bool build(int which) {
     const int bits = kWays[which].bits, all = (1 << bits) - 1;
     const double base = bound.base + (job.norms == nullptr ? 0 : least);
@@ -158,13 +161,13 @@ struct Bits {
     return kWays[which].cost + kCloser * left / codes;
   }
 
-  // The cost of a way, by the first of the next codes.
+  // The cost of a way, estimated on the next kTried codes.
   double try_way(int which, int64_t at) {
     if (kWays[which].levels > job.M || !build(which)) return by_floats;
     return cost_of_way(which, scan(which, at, at + kTried, true), kTried);
   }
 
-  // The way that takes least, from one finer than the last one on to coarser ones.
+  // Chooses the fastest way; tries them from one step finer than the last choice on to coarser ones.
   void choose(int64_t at) {
     chosen = seen, expected = by_floats;
     for (int i = std::min(way + 1, kFinest); i >= 0; --i) {
@@ -270,7 +273,7 @@ struct Bits {
 
   const Search& job;
   const double by_floats;
-  int64_t q = 0, seen = 0, chosen = 0;  // codes so far, and when the way was chosen
+  int64_t q = 0, seen = 0, chosen = 0;  // codes scanned so far: now, and when the way was chosen
   Reservoir* best = nullptr;
   int way = 0;
   __m256i threshold;    // without norms what the negative sum of steps must be above, with them the greatest sum

@@ -39,7 +39,7 @@ struct Bound {
       magnitude += std::fabs(2.0 * scale) * largest;
     }
     const float length = length_of(search, q);
-    return magnitude < kLargest && (search.metric != kCosine || (length > 1e-15f && length < 1e15f));
+    return magnitude < kLargest && (!has_length(search.metric) || (length > 1e-15f && length < 1e15f));
   }
 
   double limit(float tau) const {

@@ -1,4 +1,4 @@
-// Upper limits of the k-th best costs of a batch of queries, from some of the codes. Included by files that are
+// Upper bounds of the k-th best costs of a batch of queries, from some of the codes. Included by files that are
 // compiled once per instruction set; see simd.h.
 #pragma once
 
@@ -17,7 +17,7 @@ template <class Code, int kLanes>
 struct Ceilings {
   static constexpr int64_t kParts = kLanes / kWidth;
 
-  // The codes that are scored, out of `count`: more make candidates fewer, but cost time themselves.
+  // The codes that are scored, out of `count`: more of them give lower ceilings, but take time.
   static int64_t sampled(int64_t k, int64_t count) { return std::min(256 * k, count / 8); }
 
   Ceilings(int64_t k, int64_t count)
@@ -65,7 +65,7 @@ struct Ceilings {
         for (int64_t m = 1; m < job.M; ++m)
           for (int64_t p = 0; p < kParts; ++p)
             sums[p] = sums[p] + Floats::all(job.scale[m]) * Floats::load(transposed + code[m] * kLanes + p * kWidth);
-        for (int64_t p = 0; p < kParts; ++p)  // a NaN is passed over
+        for (int64_t p = 0; p < kParts; ++p)  // NaN is ignored
           minima[p] =
               min(Metric::cost(sums[p], norm, Floats::load(constants + p * kWidth), Floats::load(lengths + p * kWidth)),
                   minima[p]);

@@ -1,15 +1,17 @@
-// One query by the first few levels, in floats: most codes are out after them. For codes that neither one.h nor bits.h
-// can take, and for processors without AVX2. Included by files that are compiled once per instruction set; see simd.h.
+// One query: sums the first few levels in floats, after which most codes can be dropped. For codes that neither one.h
+// nor bits.h can take, and for processors without AVX2. Included by files that are compiled once per instruction set;
+// see simd.h.
 #pragma once
 
 #include "cpu/search/bound.h"
+#include "cpu/search/count.h"
 #include "cpu/search/reservoir.h"
 
 namespace drq {
 namespace DRQ_ISA {
 namespace {
 
-constexpr int64_t kFewest = 4096;  // codes for which it pays to find out how many levels will do
+constexpr int64_t kFewest = 4096;  // codes from which choosing the number of levels pays
 
 // With A, B and the limit of bound.h, a code can only be among the k best if
 //   sum of A_m[b_m] over its first levels + B(norm) < limit - sum of the minima of A_m over the other levels.
@@ -24,14 +26,16 @@ struct Few {
 
   // Returns `end` if it scanned begin..end, else `begin`. The k-th best cost must be known.
   int64_t run(int64_t begin, int64_t end) {
-    if (end - begin < kFewest || job.M <= 2 || job.metric == kCosine) return begin;
+    if (end - begin < kFewest || job.M <= 2 || !is_norm_only(job.metric)) return begin;
     best->shrink();
     if (!best->full || !build()) return begin;
     const int levels = choose(begin, end);
     if (levels == 2) job.norms == nullptr ? scan<2, false>(begin, end) : scan<2, true>(begin, end);
     if (levels == 3) job.norms == nullptr ? scan<3, false>(begin, end) : scan<3, true>(begin, end);
     if (levels == 4) job.norms == nullptr ? scan<4, false>(begin, end) : scan<4, true>(begin, end);
-    return levels > 0 ? end : begin;
+    if (levels == 0) return begin;
+    DRQ_COUNT(few, end - begin);
+    return end;
   }
 
  private:
@@ -51,7 +55,7 @@ struct Few {
     return static_cast<float>(limit) * (1 + (limit > 0 ? 1e-6f : -1e-6f));
   }
 
-  // By value, so that the compiler knows that nothing of it changes during a scan.
+  // Captures by value, so that the compiler knows that nothing changes during a scan.
   template <bool kNorms>
   auto summing() const {
     return [table = terms.data, norms = job.norms, K = job.K](const Code* code, int64_t n, int levels) {

@@ -2,6 +2,7 @@
 // them, and for the first codes of a search. Included by files that are compiled once per instruction set; see simd.h.
 #pragma once
 
+#include "cpu/search/count.h"
 #include "cpu/search/metric.h"
 #include "cpu/search/reservoir.h"
 
@@ -51,6 +52,7 @@ void scan_floats(const Search& job, int64_t q, int64_t begin, int64_t end, const
 template <class Code>
 void scan_floats(const Search& job, int64_t q, int64_t begin, int64_t end, float* terms, Reservoir& best) {
   if (begin == end) return;
+  DRQ_COUNT(floats, end - begin);
   const float* table = job.table + q * job.K;
   for (int64_t m = 0; m < job.M; ++m)
     for (int64_t k = 0; k < job.K; ++k) terms[m * job.K + k] = job.scale[m] * table[k];

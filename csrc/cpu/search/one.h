@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/search/bound.h"
+#include "cpu/search/count.h"
 #include "cpu/search/reservoir.h"
 
 namespace drq {
@@ -70,7 +71,7 @@ struct One {
     for (int64_t m = 0; m < job.M; ++m) {
       weights[m] = static_cast<int8_t>(std::floor(job.scale[m] * whole));
       base += static_cast<double>(job.scale[m]) * low;
-      if (weights[m] < 0 && job.norms != nullptr) return false;  // a norm beyond all integers could wrap around
+      if (weights[m] < 0 && job.norms != nullptr) return false;  // a norm beyond the range of int32 could wrap around
       rounding += 1e-3 * std::abs(weights[m]) + (weights[m] < 0 ? -weights[m] : 0);
     }
     alignas(64) float steps[256] = {};
@@ -95,9 +96,9 @@ struct One {
     const double steps = (bound.limit(best.tau) - base) * unit;
     shift = job.norms == nullptr ? 0 : static_cast<float>(steps);
     most = static_cast<int32_t>(std::fmin(std::fmax(std::floor(steps - shift + rounding + 1), -2e9), 2e9));
-    // The root is approximate; the factor makes up for that.
+    // The root has a relative error of up to 2^-14, for which the factor allows.
     const double c = bound.factor(best.tau) * unit;
-    factor = static_cast<float>(job.metric != kCosine ? c : c * (c >= 0 ? 1 - 1.0 / 4096 : 1 + 1.0 / 4096));
+    factor = static_cast<float>(has_root(job.metric) ? c * (c >= 0 ? 1 - 1.0 / 4096 : 1 + 1.0 / 4096) : c);
     if (!std::isfinite(factor)) factor = shift = 0, most = std::numeric_limits<int32_t>::max();  // keep all
   }
 
@@ -134,7 +135,7 @@ struct One {
     }
   }
 
-  // Scores the codes of 64 that are left, except copies of the one that was turned down last.
+  // Scores the codes of 64 that are left, except copies of the one that was rejected last.
   __attribute__((noinline)) void look_closely(int64_t first, const __m512i (&sums)[4]) {
     uint64_t candidates = 0;
     for (int i = 0; i < 4; ++i)
@@ -185,7 +186,7 @@ struct One {
   int64_t rejected = -1;
 };
 
-// Whether scan_one() knows rows like these.
+// Whether scan_one() supports rows of this length.
 bool takes_one(const Search& job) {
   const int64_t s = job.stride;
   return !job.wide && s >= job.M && (s == 1 || s == 2 || s == 4 || s == 8 || s == 16);
@@ -206,7 +207,9 @@ int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reser
   if (job.stride == 8 && groups == 2) done = One<8, 2>(job, q, best).run(begin, last);
   if (job.stride == 16 && groups <= 2) done = One<16, 2>(job, q, best).run(begin, last);
   if (job.stride == 16 && groups > 2) done = One<16, 4>(job, q, best).run(begin, last);
-  return done ? last : begin;
+  if (!done) return begin;
+  DRQ_COUNT(one, last - begin);
+  return last;
 }
 
 #else

@@ -1,4 +1,4 @@
-// Shares queries or codes out among threads, scans with the instruction set at hand and merges the results.
+// Divides queries or codes among threads, scans with the chosen instruction set and merges the results.
 #include "search.h"
 
 #include <algorithm>
@@ -7,11 +7,16 @@
 #include <vector>
 
 #include "cpu/parallel.h"
+#include "cpu/search/count.h"
 #include "cpu/search/key.h"
 #include "cpu/search/part.h"
 #include "isa.h"
 
 namespace drq {
+
+#ifdef DRQ_COUNT_SCANS
+Counts counts;
+#endif
 
 DRQ_DECLARE_COPIES(void, scan, const Part& part)
 DRQ_DECLARE_COPIES(bool, in_batches, const Search& job)
@@ -26,7 +31,7 @@ namespace {
 // How the work is divided: `groups` of queries, each over `ranges` of codes.
 struct Division {
   Division(const Search& job, int isa, int threads, bool in_batches) {
-    // Rough times: of a thread that wakes up and does something useful, of a query, and of one of its look-ups.
+    // Rough times in seconds: to make a thread worth waking, of a query, and of one of its look-ups.
     constexpr double kThread = 60e-6, kQuery = 3e-6, kLookUp[kIsaCount] = {230e-12, 110e-12, 15e-12};
     // With small k, half a batch of queries takes about as long as a whole one, but half of the codes take half as
     // long. With large k, ranges of codes would each have to find k.
@@ -41,7 +46,7 @@ struct Division {
   int64_t groups, ranges;
 };
 
-// Bins for all norms, by as many threads as pay.
+// Assigns all norms to bins, by as many threads as are worth starting.
 std::unique_ptr<uint8_t[]> bin_norms(const Search& job, int isa, int threads, Bins& bins) {
   constexpr int64_t kLeast = 1 << 18;  // norms that are worth a thread
   std::unique_ptr<uint8_t[]> memory(new uint8_t[job.N]);
@@ -106,10 +111,10 @@ int64_t search_cpu(const Search& given, const Queries& queries, int isa, int thr
   Bins bins;
   std::unique_ptr<uint8_t[]> binned;
   if (binning) binned = bin_norms(job, isa, static_cast<int>(groups * ranges), bins);
-  // One query at a time, threads take codes in turn: a thread that starts late takes fewer.
+  // If all threads work on one query, each takes the next block of codes when it is ready: a late one takes fewer.
   const bool in_turn = ranges > 1 && !in_batches;
   const std::unique_ptr<std::atomic<int64_t>[]> taken(in_turn ? new std::atomic<int64_t>[job.Q]() : nullptr);
-  // Threads that share out the codes share the tables, too. Else each computes those of its queries as it needs them.
+  // Threads that divide the codes share the tables. Otherwise each computes those of its queries as it needs them.
   constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
   std::atomic<int64_t> odd{kNone};
   bool to_compute = queries.rows != nullptr;

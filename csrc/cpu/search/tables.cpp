@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "cpu/buffer.h"
-#include "cpu/simd.h"
+#include "cpu/search/metric.h"
 
 namespace drq {
 namespace DRQ_ISA {
@@ -58,14 +58,14 @@ int64_t fill_tables(const Search& job, const Queries& queries, int64_t begin, in
   constexpr int kRows = 4, kPanels = 2;
 #endif
   const int64_t D = queries.D, panels = (job.K + kPanel - 1) / kPanel;
-  const bool moved = job.metric == kL2 && queries.offset != nullptr;
+  const bool moved = is_centred(job.metric) && queries.offset != nullptr;
   Buffer<float> centred(moved ? kRows * D : 0);
   int64_t odd = -1;
   for (int64_t first = begin; first < end; first += kRows) {
     const int64_t count = std::min<int64_t>(kRows, end - first);
     const float* rows[kRows];
     for (int64_t r = 0; r < kRows; ++r) {
-      if (r >= count) {  // computed like the others, and dropped
+      if (r >= count) {  // unused: repeats the first row
         rows[r] = rows[0];
         continue;
       }
@@ -77,9 +77,8 @@ int64_t fill_tables(const Search& job, const Queries& queries, int64_t begin, in
         for (int64_t d = 0; d < D; ++d) x[d] = q[d] - queries.offset[d];
         rows[r] = x;
       }
-      const bool inner = job.metric != kL2;
-      constants[i] = !inner ? dot(rows[r], rows[r], D) : queries.offset != nullptr ? dot(q, queries.offset, D) : 0;
-      if (job.metric == kCosine) lengths[i] = std::sqrt(dot(q, q, D));
+      constants[i] = constant_of(job.metric, rows[r], queries.offset, D);
+      if (has_length(job.metric)) lengths[i] = std::sqrt(dot(q, q, D));
     }
     float* out = table + (first - begin) * job.K;
     int64_t panel = 0;

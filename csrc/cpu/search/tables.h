@@ -1,4 +1,4 @@
-// Where the scans get the tables of the queries at hand from.
+// The tables of the queries that a scan works on: given, or computed a few queries at a time.
 #pragma once
 
 #include <atomic>
