@@ -48,7 +48,7 @@ def main() -> None:
     for constant in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0):
         quantizer.GAMMA_C = constant
         torch.manual_seed(0)
-        layer = drq_fast.RecurrentQuantizer(dim=x.shape[1])
+        layer = drq_fast.RecurrentQuantizer(dim=x.shape[1], loss="paper")
         layer.initialise(train, seed=0)
         if constant == 0.5:
             print("start ", *(f"{error:.3f}" for error in errors(layer, held_out, train.mean(0))))

@@ -1,6 +1,7 @@
 """A training step of the layer, `layer(x)` and `loss.backward()`, beside what others need for the same.
 
-The gradients are those of x, as in a network, and of all parameters of the layer.
+The gradients are those of x, as in a network, and of all parameters of the layer. `bench_step` has the default loss,
+the others have loss="paper".
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ def inputs(N: int, D: int, device: str = "cpu") -> Tensor:
 
 
 def initialised(
-    N: int, D: int, M: int, K: int, device: str = "cpu", gradient: str = "straight_through"
+    N: int, D: int, M: int, K: int, device: str = "cpu", gradient: str = "straight_through", loss: str = "paper"
 ) -> drq_fast.RecurrentQuantizer:
     """A layer initialised with x, in training mode."""
-    path = Path(os.environ["BENCH_FOLDER"]) / f"quantize {D} {M} {K} {gradient}"  # the processes of one run share it
+    path = (
+        Path(os.environ["BENCH_FOLDER"]) / f"quantize {D} {M} {K} {gradient} {loss}"
+    )  # the processes of one run share it
     if not path.exists():
-        layer = drq_fast.RecurrentQuantizer(D, K, M, gradient=gradient)
+        layer = drq_fast.RecurrentQuantizer(D, K, M, gradient=gradient, loss=loss)
         layer.initialise(inputs(N, D).detach(), seed=0)
         layer.save(path)
     return drq_fast.RecurrentQuantizer.load(path, device=device).train()
@@ -66,10 +69,12 @@ def compiled_torch(N: int, D: int, device: str, **sizes: Any) -> Callable[[], Gr
     return lambda: step(compiled, layer, x)
 
 
-def products_alone(N: int, D: int, M: int, K: int, device: str) -> Callable[[], None]:
-    """Three products of N K D and 2 M of N K K, into memory that is there already."""
+def products_alone(N: int, D: int, M: int, K: int, device: str, loss: str = "paper") -> Callable[[], object]:
+    """Three products of N K D and 2 M of N K K, or one of N K D for "squared", into memory that is there already."""
     x, codebook = inputs(N, D, device).detach(), torch.randn(K, D, device=device)
     scores, dx, dcodebook = x.new_empty(N, K), torch.empty_like(x), torch.empty_like(codebook)
+    if loss == "squared":
+        return lambda: torch.mm(x, codebook.T, out=scores)
     gram, dgram, rows = codebook @ codebook.T, x.new_empty(K, K), 1024
     soft, product = torch.rand(rows, K, device=device), x.new_empty(rows, K)
 
@@ -84,7 +89,7 @@ def products_alone(N: int, D: int, M: int, K: int, device: str) -> Callable[[], 
     return run
 
 
-def residual_vq(N: int, D: int, M: int, K: int, device: str) -> Callable[[], Tensor]:
+def residual_vq(N: int, D: int, M: int, K: int, device: str, loss: str = "paper") -> Callable[[], Tensor]:
     """ResidualVQ in training: forward with its EMA update, and backward of the commitment loss to x."""
     x = inputs(N, D, device)
     from vector_quantize_pytorch import ResidualVQ
@@ -114,15 +119,22 @@ PEERS: dict[str, Callable[..., Callable[[], object]]] = {
 }
 COMPILED = {"plain torch": plain_torch, "torch.compile of it": compiled_torch}
 SHAPES = [  # D, M, K: one of them changes at a time
-    pytest.param(1024, 4, 256, marks=pytest.mark.quick),
+    (1024, 4, 256),
     *((D, 4, 256) for D in (64, 128, 2048)),
     *((1024, M, 256) for M in (1, 8)),
     *((1024, 4, K) for K in (16, 1024)),
 ]
 
 
+@pytest.mark.quick
+def bench_step(compare: Callable[..., None]) -> None:
+    N = 2048
+    sizes = {"N": N, "D": 1024, "M": 4, "K": 256, "loss": "squared"}
+    compare(ours, PEERS, agrees, sizes=sizes, work=N, unit="vectors")
+
+
 @pytest.mark.parametrize(("D", "M", "K"), SHAPES)
-def bench_step(compare: Callable[..., None], D: int, M: int, K: int) -> None:
+def bench_paper_loss(compare: Callable[..., None], D: int, M: int, K: int) -> None:
     N = 2048
     compare(ours, PEERS, agrees, sizes={"N": N, "D": D, "M": M, "K": K}, work=N, unit="vectors")
 

@@ -67,9 +67,9 @@ def of_sizes(figures: Iterable[Figure], group: str, sizes: dict[str, Any]) -> Fi
     return next((figure for figure in figures if figure.group == group and figure.sizes == sizes), None)
 
 
-def without_codes(sizes: dict[str, Any]) -> dict[str, Any]:
-    """The sizes of a search as files older than fitted codes have them."""
-    return {name: size for name, size in sizes.items() if name != "codes"}
+def older(sizes: dict[str, Any]) -> dict[str, Any]:
+    """Sizes as files have them that are older than fitted codes in searches and the squared loss in training."""
+    return {name: size for name, size in sizes.items() if name not in ("codes", "loss")}
 
 
 def origin(figures: Iterable[Figure]) -> str:

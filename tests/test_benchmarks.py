@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import os
@@ -244,7 +245,7 @@ def test_table_names_every_peer(outcome: Outcome) -> None:
     [
         ("bench_encode.py", "Encode", "encode_cpu", "ctypes.memset(job.members['codes'], 7, 4)"),
         ("bench_search.py", "Database", "search_cpu", "ctypes.memset(arguments[2], 0, 16)"),
-        ("bench_quantize.py", "Training", "backward_cpu", "ctypes.memset(job.dscores, 0, 4096)"),
+        ("bench_quantize.py", "Squared", "pulls_cpu", "ctypes.memset(job.pulls, 0, 1 << 18)"),
     ],
 )
 def test_wrong_kernel_leaves_no_figure(folder: Path, file: str, job: str, kernel: str, spoil: str) -> None:
@@ -275,3 +276,42 @@ def test_timer_waits_for_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     del waited[:]
     run()
     assert len(waited) == repeats
+
+
+def test_models_on_tiny_sizes(tmp_path: Path) -> None:
+    """All tables, with a peer that cannot be imported; what the file holds is not run again."""
+    (tmp_path / "vector_quantize_pytorch.py").write_text("raise ModuleNotFoundError('not on this machine')")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    file = tmp_path / "runs.json"
+    command = [sys.executable, str(BENCHMARKS / "bench_models.py"), "--quick", "--seeds", "2", "--json", str(file)]
+    first, again = (
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    )
+    assert again.stdout == first.stdout
+    titles = [line.partition(":")[0] for line in first.stdout.splitlines() if line.startswith("###")]
+    assert titles == ["### Autoencoder", "### RQ-VAE", "### RQ-VAE", "### Quantizer alone, forward and backward"]
+    for name, tables in (("no quantizer", 3), ("ours", 4), ('ours, `loss="paper"`', 4)):
+        rows = [line.split(" | ") for line in first.stdout.splitlines() if line.startswith(f"| {name} |")]
+        assert len(rows) == tables
+        assert all("[" in row[-1] for row in rows)
+    assert first.stdout.count("absent: not on this machine") == 10
+    assert len(json.loads(file.read_text())["runs"]) == 2 * (3 + 4 + 4)
+
+
+def test_models_without_fashion_mnist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    models = load("bench_models")
+    monkeypatch.setattr(models, "DEBIAN", tmp_path / "absent")
+    digits = models.images(None, 20)
+    assert digits.name == "scikit-learn's digits, enlarged (no Fashion-MNIST here)"
+    assert digits.train.shape == (1777, 1, 28, 28)
+    assert digits.test.shape == (20, 1, 28, 28)
+    pixels = np.arange(2 * 28 * 28, dtype=np.uint8)
+    for name in ("train", "t10k"):
+        header = np.array([2051, 2, 28, 28], ">i4").tobytes()
+        (tmp_path / f"{name}-images-idx3-ubyte.gz").write_bytes(gzip.compress(header + pixels.tobytes()))
+    given = models.images(tmp_path, 1)
+    assert given.name == "Fashion-MNIST"
+    assert torch.equal(given.train.flatten(), torch.arange(2 * 28 * 28).remainder(256) / 255)
+    assert given.test.shape == (1, 1, 28, 28)

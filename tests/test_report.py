@@ -98,7 +98,7 @@ def test_what_is_too_wide_or_absent_shows_no_figure(module: Any, tmp_path: Path)
 
 
 def test_headline_has_at_most_four_rows(module: Any, tmp_path: Path) -> None:
-    """Search is shown on clustered codes, or as older files have it where there are none."""
+    """Search is shown on clustered codes and training by the default loss, or as older files have them."""
     report, figures = module("report"), module("figures")
     old = {name: size for name, size in figures.SEARCH.items() if name != "codes"}
     search = {
@@ -120,6 +120,8 @@ def test_headline_has_at_most_four_rows(module: Any, tmp_path: Path) -> None:
     assert all("metric l2, k 10, codes clustered" in row for row in rows[2:])
     assert "Q 256" in rows[2]
     assert "Q 1," in rows[3]
+    squared = figure(sizes=figures.TRAINING | {"loss": "squared"})
+    assert "K 256, loss squared |" in headline(step=figure(), default=squared)[0]
     del found["new"]
     assert "metric l2, k 10 |" in headline(**found)[1]
 
