@@ -21,13 +21,11 @@ from tqdm import tqdm
 from drq_fast import RecurrentQuantizer
 
 DIM, CODEWORDS, LEVELS = 16, 256, 4
-# Balances the quantizer's loss and the reconstruction error; see docs/math.md, "Choosing `weights`".
-WEIGHTS = (1e-3, 1e-3, 1e-3)
 
 
 def ours() -> nn.Module:
     """RecurrentQuantizer: the one line to change."""
-    return RecurrentQuantizer(dim=DIM, codewords=CODEWORDS, levels=LEVELS, weights=WEIGHTS)
+    return RecurrentQuantizer(dim=DIM, codewords=CODEWORDS, levels=LEVELS)
 
 
 def peer() -> nn.Module:

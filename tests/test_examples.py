@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -75,3 +79,128 @@ def test_the_paper_in_twenty_lines(tmp_path):
     assert [row[0] for row in rows] == ["8", "16", "24", "32"]
     assert all(float(row[-1]) > 0.7 for row in rows)
     assert (tmp_path / "out/paper/checkpoint.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def adapters() -> tuple[ModuleType, dict[str, tuple[Any, torch.Tensor]]]:
+    """examples/adapters.py, and its models, trained for a few steps."""
+    module = load("adapters")
+    torch.manual_seed(0)
+    models = module.models()
+    for model, x in models.values():
+        first, last = module.train(model, x, 150)
+        assert last < 0.3 * first
+        model.eval()
+    return module, models
+
+
+def test_an_adapter_is_at_most_25_lines():
+    classes = re.split(r"^(?=class )", (EXAMPLES / "adapters.py").read_text(), flags=re.MULTILINE)[1:]
+    assert len(classes) == 5
+    assert all(len(text.partition("\n\n\n")[0].splitlines()) <= 25 for text in classes)
+
+
+@pytest.mark.parametrize("image", [False, True])
+def test_drop_in_for_residual_vq(adapters, image):
+    sizes = {"dim": 8, "codebook_size": 16, "num_quantizers": 3, "accept_image_fmap": image}
+    layer, x = adapters[0].DropIn(**sizes), torch.randn(4, 8, 5, 6) if image else torch.randn(4, 30, 8)
+    made = [layer]
+    if importlib.util.find_spec("vector_quantize_pytorch") and not image:  # 1.32 refuses these images
+        made.append(importlib.import_module("vector_quantize_pytorch").ResidualVQ(**sizes, shared_codebook=True))
+    for each in made:
+        quantized, indices, losses = each(x)
+        assert quantized.shape == x.shape
+        assert indices.shape == ((4, 5, 6, 3) if image else (4, 30, 3))
+        assert losses.shape == (3,)
+    quantized, indices, losses = layer(x)
+    assert torch.equal(layer.get_output_from_indices(indices), quantized)
+    assert losses.sum().item() == pytest.approx(layer.layer(x.movedim(layer.axis, -1)).loss.item(), rel=1e-5)
+    if not image:
+        mask = torch.arange(30) < torch.tensor([[30], [20], [10], [1]])
+        assert bool((layer(x, mask=mask)[1][~mask] == -1).all())
+
+
+def test_semantic_ids_tell_all_items_apart(adapters):
+    model, x = adapters[1]["SemanticIds"]
+    x = torch.cat([x, x[:5], x[:5]])
+    ids = model.ids(x)
+    assert ids.shape == (522, 4)
+    assert len(ids.unique(dim=0)) == 522
+    assert torch.equal(ids[:5, :3], ids[-5:, :3])
+    assert torch.equal(ids[:512, :3], model.quantizer(model.encoder(x[:512])).codes)
+    assert bool((ids[-5:, 3] > ids[-10:-5, 3]).all())
+
+
+def test_image_tokens_have_unit_length(adapters):
+    model, x = adapters[1]["ImageQuantizer"]
+    z = model.encoder(x)
+    quantized, tokens, _ = model.quantizer(z)
+    assert quantized.shape == z.shape
+    assert tokens.shape == (64, 4, 4, 2)
+    torch.testing.assert_close(model.quantizer.decode(tokens), quantized)
+    assert model.quantizer.decode(tokens[..., :1]).shape == z.shape
+
+
+def test_audio_codes_follow_the_bandwidth(adapters):
+    model, x = adapters[1]["AudioQuantizer"]
+    quantizer, z = model.quantizer, model.encoder(x)
+    assert [quantizer.levels(b) for b in (None, 1e6, 1200, 899, 600, 1)] == [4, 4, 4, 2, 2, 1]
+    codes = quantizer(z)[1]
+    assert codes.shape == (32, 4, 40)
+    coarse, prefix, _ = quantizer(z, bandwidth=600)
+    assert torch.equal(prefix, codes[:, :2])
+    assert torch.equal(quantizer.decode(prefix), coarse)
+    errors = [(model.decoder(quantizer.decode(codes[:, :L])) - x).square().mean().item() for L in (1, 2, 3, 4)]
+    assert errors == sorted(errors, reverse=True)
+    quantizer.train()
+    drawn = quantizer(z)[0]
+    quantizer.eval()
+    prefixes = [quantizer.decode(codes[:, :L]) for L in (1, 2, 3, 4)]
+    lengths = [{L for L in range(4) if torch.equal(prefixes[L][n], drawn[n])} for n in range(32)]
+    assert all(lengths)
+    assert set.union(*lengths) == {0, 1, 2, 3}
+
+
+class Peer(nn.Module):
+    """ResidualVQ with a shared codebook, called as the adapters call RecurrentQuantizer."""
+
+    def __init__(self, dim: int, codewords: int, levels: int) -> None:
+        super().__init__()
+        library = importlib.import_module("vector_quantize_pytorch")
+        self.levels, self.bits = levels, levels * (codewords - 1).bit_length()
+        self.rvq = library.ResidualVQ(dim=dim, codebook_size=codewords, num_quantizers=levels, shared_codebook=True)
+
+    def forward(self, x, levels=None, mask=None, reduction="mean"):
+        flat = x.reshape(1, -1, x.shape[-1])
+        quantized, codes, losses = self.rvq(flat)
+        if levels is not None:
+            levels = levels if isinstance(levels, torch.Tensor) else torch.tensor(levels).expand(x.shape[:-1])
+            prefixes = self.rvq.get_codes_from_indices(codes).cumsum(dim=0)[:, 0]
+            chosen = prefixes[levels.flatten() - 1, torch.arange(levels.numel())]
+            quantized = flat + (chosen - flat).detach()
+        loss = losses * self.levels if reduction == "level" else losses.sum()  # DropIn divides by the levels
+        return quantized.view(x.shape), codes.view(*x.shape[:-1], -1), loss
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["DropIn", "SemanticIds", "ImageQuantizer", "AudioQuantizer"])
+def test_adapters_are_no_worse_than_around_the_peer(name, monkeypatch):
+    """Audio is compared over all bandwidths, since dropout trains for all of them."""
+    pytest.importorskip("vector_quantize_pytorch")
+    module = load("adapters")
+
+    def error(seed: int) -> float:
+        torch.manual_seed(seed)
+        model, x = module.models()[name]
+        module.train(model, x, 1000)
+        model.eval()
+        with torch.no_grad():
+            if name != "AudioQuantizer":
+                return (model(x)[0] - x).square().mean().item()
+            frames = [model.quantizer(model.encoder(x), bandwidth)[0] for bandwidth in (300, 600, 900, 1200)]
+            return mean((model.decoder(each) - x).square().mean().item() for each in frames)
+
+    ours = [error(seed) for seed in range(3)]
+    monkeypatch.setattr(module, "RecurrentQuantizer", Peer)
+    peer = [error(seed) for seed in range(3)]
+    assert mean(ours) <= mean(peer)
