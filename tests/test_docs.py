@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 from pathlib import Path
 
@@ -33,8 +34,18 @@ def test_no_other_kind_of_python_block_hides_from_this_test():
 
 def test_readme_is_short_and_reaches_python_early():
     lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 120
     assert lines.index("```python") < 15
+
+
+def test_every_argument_of_residual_vq_has_a_row():
+    library = pytest.importorskip("vector_quantize_pytorch")
+    made = [library.ResidualVQ.__init__, library.VectorQuantize.__init__]
+    text = (ROOT / "docs" / "migrating.md").read_text().partition("### Every argument")[2].partition("\n## ")[0]
+    constructor, _, forward = text.partition("Options of its forward")
+    for part, functions in ((constructor, made), (forward, [library.ResidualVQ.forward])):
+        named = set(re.findall(r"`(\w+)=`", "".join(line.split(" | ")[0] for line in part.splitlines())))
+        assert named == {n for f in functions for n in inspect.signature(f).parameters} - {"self", "x", "vq_kwargs"}
 
 
 def test_links_inside_the_repository_lead_somewhere():
