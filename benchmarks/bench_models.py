@@ -384,7 +384,7 @@ def main() -> None:
         for name in table.rows:
             try:
                 rows[name] = [find(table, name, seed) for seed in range(options.seeds)]
-            except ModuleNotFoundError as error:
+            except ImportError as error:
                 rows[name] = str(error)
         print(f"\n{markdown(table.title, rows)}", flush=True)
 
