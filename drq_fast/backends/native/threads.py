@@ -26,15 +26,15 @@ _NOTICE = 0.05  # seconds between two looks for Ctrl-C: a signal that arrives ju
 class _Pool:
     """Threads that run tasks, as many as were ever asked for; they are daemons, so that nothing waits for them."""
 
-    growing = threading.Lock()
+    growing = threading.Lock()  # of all pools: while one grows, torch's default is not what the user set
 
     def __init__(self) -> None:
         self.size = 0
         self.tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends a thread
 
     def reach(self, size: int) -> None:
-        """Starts the missing threads. There may be fewer afterwards: an exiting or full process cannot start any."""
-        # Ctrl-C only reaches the main thread, so it cannot interrupt another thread that starts them.
+        """Starts the missing threads; there may be fewer where the process exits or has reached its limit."""
+        # Another thread starts them, because Ctrl-C only interrupts the main thread.
         grower = threading.Thread(target=self._grow, args=(size,), name="drq_fast", daemon=True)
         try:
             grower.start()
@@ -58,7 +58,7 @@ class _Pool:
                 torch.set_num_threads(default)
 
     def _serve(self, ready: SimpleQueue[None]) -> None:
-        torch.get_num_threads()  # takes the default, which torch would do later otherwise
+        torch.get_num_threads()  # else torch's first parallel loop in this thread would take the default again
         torch.set_num_threads(1)
         _current.is_ours = True
         ready.put(None)
