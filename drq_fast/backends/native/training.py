@@ -62,8 +62,8 @@ class Recursion:
     def __init__(self, x: Tensor, codec: Parameters, gamma: float, terms: LossTerms | None = None) -> None:
         self.levels, self.x, self.offset = codec.table(Levels), x, codec.offset
         self.gamma, self.terms, self.isa = gamma, terms, instruction_set()
-        # Sums Delta_m of soft choices enter the errors as Delta G Delta^T. Per level and row, Delta G and the gradient of
-        # G take 1.5 K K multiplications; through Delta C, in D dimensions, they take 4 K D.
+        # Sums Delta_m of soft choices enter the errors as Delta G Delta^T. Per level and row, Delta G and the gradient
+        # of G take 1.5 K K multiplications; through Delta C, in D dimensions, they take 4 K D.
         self.through_vectors = 4 * self.levels.D < 1.5 * self.levels.P
         self.codes = torch.empty(len(x), self.levels.M, dtype=torch.int64, device="cpu")
 
