@@ -113,7 +113,7 @@ def squared_errors(x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | 
     """||x - xhat_m||^2 [N, M] of x [N, D] and codes [N, M], in float32."""
     (N, D), M = x.shape, len(scale)
     x, grid = x.contiguous(), _grid(N, D)
-    errors = torch.empty(grid[1], N, M, device=x.device)
+    errors = torch.empty(grid[1], N, M, dtype=torch.float32, device=x.device)
     squared_errors_kernel[grid](
         x,
         x if offset is None else offset.contiguous(),
@@ -139,14 +139,14 @@ def squared_errors_backward(
     """
     (N, D), (K, _), M = x.shape, codebook.shape, len(scale)
     x, codebook, scale, derrors = (t.contiguous() for t in (x, codebook, scale, derrors.float()))
-    doffset, dcodebook = torch.empty(N, D, device=x.device), torch.zeros(K, D, device=x.device)
-    dscale = torch.zeros(M, dtype=torch.float64, device=x.device)
+    doffset = torch.empty(N, D, dtype=torch.float32, device=x.device)
+    dcodebook, dscale = doffset.new_zeros(K, D), doffset.new_zeros(M, dtype=torch.float64)
     blocks = list(parts(N, M * D))
-    pulls = torch.empty(blocks[0].stop, M, D, device=x.device)
+    pulls = doffset.new_empty(blocks[0].stop, M, D)
     for rows in blocks:
         count = rows.stop - rows.start
         grid = _grid(count, D)
-        by_program = torch.empty(grid[0] * grid[1], M, device=x.device)
+        by_program = doffset.new_empty(grid[0] * grid[1], M)
         squared_errors_backward_kernel[grid](
             x[rows],
             x if offset is None else offset.contiguous(),

@@ -93,6 +93,16 @@ def test_the_same_twice_and_in_blocks(codec, monkeypatch):
     assert torch.equal(first[1], blocks[1])
 
 
+def test_vectors_that_are_not_finite_spoil_no_others(codec):
+    x, codebook, scale, offset = codec(N=20, D=5, K=12, M=3)
+    clean = run((x, codebook, scale, offset), "triton")[1]
+    x[3], x[17, 2] = float("nan"), float("inf")
+    bad = torch.tensor([n in (3, 17) for n in range(20)], device=DEVICE)
+    for a, b in zip(run((x, codebook, scale, offset), "triton")[1][:2], clean[:2], strict=True):
+        assert torch.equal(a[~bad], b[~bad])
+        assert not a[bad].isfinite().all(dim=1).any()
+
+
 def test_strided_inputs(codec):
     x, codebook, scale, offset = codec(N=21, D=10, K=12, M=3)
     wide = torch.stack([x, x], dim=2).flatten(1)[:, ::2]
