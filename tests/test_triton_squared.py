@@ -112,6 +112,17 @@ def test_strided_inputs(codec):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_the_default_dtype_changes_nothing(codec):
+    inputs = codec(N=12, D=6, K=9, M=2)
+    expected = run(inputs, "triton")[1]
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = run(inputs, "triton")[1]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_floats_are_computed_in_float32(codec, dtype):
     inputs = [t.to(dtype) for t in codec(40, 24, 16, 3)]
