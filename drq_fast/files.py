@@ -26,7 +26,7 @@ from .backends.native import extension
 
 # Format version by kind of file; older versions can be read. Version 1 had BLAKE2b checksums of all bytes, version 2
 # has those of `checksum`.
-VERSIONS = {"codec": 2, "index": 2, "quantizer": 2, "training": 2}
+VERSIONS = {"codec": 2, "index": 2, "quantizer": 2, "semantic_ids": 2, "training": 2}
 
 # (kind, version) -> a function that converts tensors and config of that version to the next, in place. A version
 # without an entry has the same contents as the next.

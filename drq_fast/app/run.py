@@ -64,6 +64,7 @@ class Run:
         self.codes = self.folder / "codes.npy"
         self.made_by = self.folder / "codes.json"
         self.index = self.folder / "index.drq"
+        self.ids = self.folder / "ids.drq"
         self.queries = self.folder / "queries.npy"
         self.metrics = self.folder / "metrics.json"
         self.history = self.folder / "history.json"
@@ -242,6 +243,7 @@ class Run:
     def forget_codes(self) -> None:
         """Deletes everything that was made with the model."""
         self._forget(self.codes, self.made_by, self.partial, self.partial_state, self.index, self.queries, self.metrics)
+        self.ids.unlink(missing_ok=True)
 
     def _forget(self, *paths: Path) -> None:
         """Deletes these files, and the report, which was made from them."""
