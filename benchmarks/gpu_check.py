@@ -17,7 +17,7 @@ import torch
 from provenance import provenance
 
 ROOT = Path(__file__).parents[1]
-TESTED = ("triton_encode", "triton_distortion", "triton_quantize", "decode", "adc", "cuda_search")
+TESTED = ("triton_encode", "triton_distortion", "triton_quantize", "triton_squared", "decode", "adc", "cuda_search")
 
 
 def check(tests: list[str], benchmarks: list[str], device: str, folder: Path) -> bool:

@@ -13,6 +13,7 @@ _MODULES = {
     "IndexResult": "index",
     "QuantizerOutput": "quantizer",
     "RecurrentQuantizer": "quantizer",
+    "SemanticIds": "semantic",
     "cut": "codes",
     "functional": "functional",
     "pack": "codes",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from .index import IndexResult as IndexResult
     from .quantizer import QuantizerOutput as QuantizerOutput
     from .quantizer import RecurrentQuantizer as RecurrentQuantizer
+    from .semantic import SemanticIds as SemanticIds
 else:
 
     def __getattr__(name):

@@ -200,7 +200,7 @@ def weights(op: str, value: Any) -> tuple[float, float, float]:
 
 def commitment(op: str, value: Any) -> float:
     """A finite number that is not negative."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= LARGEST:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= _float(value) <= LARGEST:
         fail(op, "commitment", "a finite number >= 0", repr(value))
     return float(value)
 

@@ -33,7 +33,7 @@ except ImportError:  # On Windows temporary folders are not locked, and remains 
 
 # Format version by kind of file; older versions can be read. Version 1 had BLAKE2b checksums of all bytes, version 2
 # has those of `checksum`. Version 3 of a quantizer names its loss.
-VERSIONS = {"codec": 2, "index": 2, "quantizer": 3, "training": 2}
+VERSIONS = {"codec": 2, "index": 2, "quantizer": 3, "semantic_ids": 2, "training": 2}
 
 # (kind, version) -> a function that converts tensors and config of that version to the next, in place. A version
 # without an entry has the same contents as the next.

@@ -2,7 +2,7 @@
 
     python examples/adapters.py [--steps 200]
 
-`DropIn` has the call of vector-quantize-pytorch's ResidualVQ, `SemanticIds` is an RQ-VAE for recommenders,
+`DropIn` has the call of vector-quantize-pytorch's ResidualVQ, `RQVAE` makes semantic ids for recommenders,
 `ImageQuantizer` projects to few dimensions of unit length, and `AudioQuantizer` has a bandwidth, as in EnCodec. The
 script trains a small autoencoder around each of them on generated data and prints its error before and after.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from drq_fast import RecurrentQuantizer
+from drq_fast import RecurrentQuantizer, SemanticIds
 
 Output = tuple[Tensor, Tensor, Tensor]  # quantized or reconstructed, codes, loss
 
@@ -55,8 +55,8 @@ class Autoencoder(nn.Module):
         return self.decoder(quantized), codes, loss.sum()
 
 
-class SemanticIds(Autoencoder):
-    """An RQ-VAE of embeddings [N, dim]; `ids` are tokens for a generative recommender."""
+class RQVAE(Autoencoder):
+    """An RQ-VAE of embeddings [N, dim]; `ids` names items for a generative recommender."""
 
     def __init__(self, dim: int, latent: int = 32, codewords: int = 256, levels: int = 3) -> None:
         encoder = nn.Sequential(nn.Linear(dim, 128), nn.ReLU(), nn.Linear(128, latent))
@@ -64,13 +64,9 @@ class SemanticIds(Autoencoder):
         super().__init__(encoder, RecurrentQuantizer(latent, codewords, levels), decoder)
 
     @torch.no_grad()
-    def ids(self, x: Tensor) -> Tensor:
-        """[N, levels + 1] int64, all different: the code of each item, and its number among items of the same code."""
-        codes = self.quantizer.encode(self.encoder(x)).long()
-        _, group, counts = codes.unique(dim=0, return_inverse=True, return_counts=True)
-        order, number = group.argsort(stable=True), torch.empty_like(group)
-        number[order] = torch.arange(len(x), device=x.device) - (counts.cumsum(dim=0) - counts)[group[order]]
-        return torch.cat([codes, number[:, None]], dim=1)
+    def ids(self, x: Tensor) -> SemanticIds:
+        """Unique codes of the items, with tokens and look-up by prefix: see docs/semantic_ids.md."""
+        return SemanticIds.build(self.quantizer, self.encoder(x))
 
 
 class ImageQuantizer(nn.Module):
@@ -132,7 +128,7 @@ def models() -> dict[str, tuple[nn.Module, Tensor]]:
     lines = [nn.Linear(32, 8), nn.Linear(8, 32)]
     return {
         "DropIn": (Autoencoder(lines[0], DropIn(**sequence), lines[1]), vectors.view(16, 32, 32)),
-        "SemanticIds": (SemanticIds(32, latent=8, codewords=64), vectors),
+        "RQVAE": (RQVAE(32, latent=8, codewords=64), vectors),
         "ImageQuantizer": (Autoencoder(patches[0], ImageQuantizer(16, **image), patches[1]), squares),
         "AudioQuantizer": (Autoencoder(frames[0], audio, frames[1]), waves),
     }

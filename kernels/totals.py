@@ -36,8 +36,9 @@ def scatter_kernel(values, order, first, out, K, P, SPLITS: tl.constexpr, ROWS: 
 def scatter(values: Tensor, codes: Tensor, K: int) -> Tensor:
     """out [K, P]: out[b] = sum of values[i] over all i with codes[i] = b, always in the same order."""
     P = values.shape[1]
-    ordered, order = codes.sort(stable=True)
-    first = torch.searchsorted(ordered, torch.arange(K + 1, device=codes.device))
+    short = torch.int16 if K < 1 << 15 else torch.int32  # a radix sort takes one pass per byte
+    ordered, order = codes.to(short).sort(stable=True)
+    first = torch.searchsorted(ordered, torch.arange(K + 1, dtype=short, device=codes.device))
     splits = 4 if K <= 256 else 1  # more programs, since few codewords do not fill a GPU
     out = values.new_empty(splits, K, P)
     columns = min(512, triton.next_power_of_2(P))

@@ -18,7 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from drq_fast.kernels import beam, distortion, distortion_tiled, encode
+from drq_fast.kernels import beam, distortion, distortion_tiled, encode, squared
 from drq_fast.kernels.decode import decode_kernel
 from drq_fast.kernels.encode import encode_kernel
 from drq_fast.kernels.totals import scatter_kernel
@@ -41,6 +41,11 @@ class Job(NamedTuple):
 def encode_job(dtype: str, settings: dict, odd: tuple[str, ...] = ()) -> Job:
     types = {"x": dtype, "codebook": dtype, "offset": dtype, "codes": "*u8"}
     return Job(encode_kernel, {"HAS_OFFSET": not settings["NARROW"]} | settings, types, odd)
+
+
+def squared_job(kernel: object, dtype: str = "*fp32", odd: tuple[str, ...] = ()) -> Job:
+    types = {"x": dtype, "codebook": dtype, "offset": dtype, "scale": dtype}
+    return Job(kernel, {"HAS_OFFSET": True} | squared.settings(2048), types, odd)
 
 
 PLAIN = {"num_warps": 4, "enable_fp_fusion": False}
@@ -78,6 +83,9 @@ JOBS = {
     "level": Job(distortion_tiled.level_kernel, LEVEL | {"AGAIN": False}, {}),
     "level again": Job(distortion_tiled.level_kernel, LEVEL | {"AGAIN": True}, {}),
     "level_backward": Job(distortion_tiled.level_backward_kernel, distortion_tiled.settings() | NOISE, {}),
+    "squared_errors": squared_job(squared.squared_errors_kernel),
+    "squared_errors_backward": squared_job(squared.squared_errors_backward_kernel),
+    "squared_errors_backward bfloat16 odd": squared_job(squared.squared_errors_backward_kernel, "*bf16", odd=("D",)),
     "scatter": Job(scatter_kernel, {"SPLITS": 1, "ROWS": 8, "COLUMNS": 512} | PLAIN, {}),
 }
 

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from drq_fast import functional
 from drq_fast.backends import torch as definition
-from drq_fast.kernels import beam, distortion, encode, quantize
+from drq_fast.kernels import beam, distortion, encode, quantize, squared
 
 SLACK = (
     1 << 18
@@ -136,12 +136,26 @@ def training_error(N: int, K: int) -> float:
     return max(worst, distance([*values, *found], [soft.detach(), hard.detach(), *wanted]))
 
 
+def squared_error(N: int) -> float:
+    """Of squared_errors with its gradients, given the codes, against the float64 reference."""
+    x, codebook, scale = problem(N, 150, 30, 3)  # two tiles of dimensions
+    inputs = (x, codebook, scale, codebook.mean(dim=0))
+    leaves = [t.double().requires_grad_() for t in inputs]
+    truth = functional.squared_errors(*leaves[:3], offset=leaves[3], commitment=0, backend="torch")
+    upstream = torch.cos(torch.arange(N * 3.0)).reshape(N, 3)
+    wanted = torch.autograd.grad(truth.errors, leaves[1:], upstream.double())
+    errors = squared.squared_errors(*inputs, truth.codes)
+    doffset, *found = squared.squared_errors_backward(*inputs, truth.codes, upstream)
+    return distance([errors, *found, doffset.sum(dim=0)], [truth.errors.detach(), *wanted])
+
+
 JOBS = {
     "encode": lambda N: wrong_codes(N, 30),
     "encode, tiled": lambda N: wrong_codes(N, 260),
     "beam": lambda N: wrong_codes(N, 30, 4),
     "training": lambda N: training_error(N, 30),
     "training, tiled": lambda N: training_error(N, 260),
+    "squared": squared_error,
 }
 
 if __name__ == "__main__":

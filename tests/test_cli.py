@@ -249,7 +249,7 @@ def test_wrong_options_name_the_nearest_right_one(shell, arguments, said):
     assert said in shell.refused(*arguments, code=2)
 
 
-@pytest.mark.parametrize("name", ["fit", "encode", "index", "search", "train", "evaluate", "report", "info"])
+@pytest.mark.parametrize("name", ["fit", "encode", "index", "search", "ids", "train", "evaluate", "report", "info"])
 def test_every_command_shows_an_example(capsys, name):
     with pytest.raises(SystemExit) as exit:
         cli.main([name, "--help"])

@@ -254,7 +254,7 @@ def test_a_forked_process_encodes_and_searches(codec):
         return sum(int(search.positions.sum()) for search in searches)
 
     expected = work()
-    with threads._pools_lock:  # as another thread may at that moment
+    with threads._Pool.growing:  # as another thread may at that moment
         child = os.fork()
         if child == 0:
             signal.alarm(30)  # where it hangs, it is killed

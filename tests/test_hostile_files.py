@@ -200,7 +200,9 @@ def test_numbers_beyond_every_float_in_python():
     with pytest.raises(ValueError, match=r"^Codec: level_weights must be 3 finite numbers >= 0, not all of"):
         Codec(*codec.tensors(), level_weights=[10**400, 1, 1])
     with pytest.raises(ValueError, match=r"^RecurrentQuantizer: weights must be finite numbers >= 0, got \(inf, 1"):
-        RecurrentQuantizer(5, weights=(10**400, 1, 1))
+        RecurrentQuantizer(5, loss="paper", weights=(10**400, 1, 1))
+    with pytest.raises(ValueError, match=r"^RecurrentQuantizer: commitment must be a finite number >= 0, got 1000"):
+        RecurrentQuantizer(5, commitment=10**400)
     with pytest.raises(ValueError, match=r"^RecurrentQuantizer: gamma must be a finite number above 0, got 1000"):
         RecurrentQuantizer(5, gamma=10**400)
 

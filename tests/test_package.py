@@ -65,7 +65,7 @@ def test_public_names_are_imported_at_first_use():
         drq_fast.Indx  # noqa: B018
 
 
-COMMANDS = ("fit", "encode", "index", "search", "train", "evaluate", "report", "info")
+COMMANDS = ("fit", "encode", "index", "search", "ids", "train", "evaluate", "report", "info")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from drq_fast import Index, RecurrentQuantizer, functional, use_backend
+from drq_fast.index.rows import Rows
 
 X = torch.randn(300, 5, generator=torch.Generator().manual_seed(0))
 LAYER = RecurrentQuantizer(5, 16, 3)
@@ -190,6 +191,26 @@ def test_copies_during_removals_are_whole():
     finally:
         stop.set()
         thread.join()
+
+
+@pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))])
+def test_a_removal_waits_until_the_rows_are_copied(monkeypatch, take):
+    index = Index(LAYER)
+    index.add(X)
+    index.remove([0])
+    copied = Rows.copied
+    thread = threading.Thread(target=index.remove, args=([1, 2, 3],))
+
+    def slowly(rows: Rows) -> Rows:
+        thread.start()
+        thread.join(0.2)
+        return copied(rows)
+
+    monkeypatch.setattr(Rows, "copied", slowly)
+    other = take(index)
+    thread.join()
+    assert len(other) == len(other.ids) == len(other.codes) == 299
+    assert len(index) == len(index.ids) == 296
 
 
 def test_metric_and_codec_are_read_only():

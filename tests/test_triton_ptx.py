@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 PTXSIM = Path(os.environ.get("DRQ_PTXSIM") or Path(__file__).parents[2] / "shared/tools/ptxsim")
-LIMIT = {"encode": 0, "encode, tiled": 0, "beam": 0, "training": 2e-5, "training, tiled": 2e-4}
+LIMIT = {"encode": 0, "encode, tiled": 0, "beam": 0, "training": 2e-5, "training, tiled": 2e-4, "squared": 3e-6}
 ONCE = {"encode_kernel", "encode_tiled_kernel", "beam_errors_kernel", "level_backward_kernel", "scatter_kernel"}
+ONCE |= {"squared_errors_kernel", "squared_errors_backward_kernel"}
 
 
 def simulate(seed: int, *jobs: str) -> list[str]:

@@ -19,6 +19,7 @@ from ..index import Index
 from ..quantizer import RecurrentQuantizer
 from ..retrieval.experiment import Experiment, ItemSource
 from ..retrieval.settings import Config, Settings
+from ..semantic import SemanticIds
 from . import info as information
 from . import metrics as measures
 from .options import nearest
@@ -123,6 +124,42 @@ def search(options: argparse.Namespace) -> Result:
         for q, (row, score) in enumerate(zip(ids, scores, strict=True))
     ]
     return {"ids": ids.tolist(), "scores": scores.tolist()}, "\n".join(lines)
+
+
+def ids(options: argparse.Namespace) -> Result:
+    """`drq-fast ids`."""
+    run, target = Run(options.folder), None if options.out is None else Path(options.out)
+    if target is not None:
+        if target.suffix not in (".json", ".parquet"):
+            checks.fail("ids", "out", "a .json or .parquet file", options.out)
+        vacant(target, options.force)
+    if options.add or not options.vectors:
+        run.need(run.ids, f"`drq-fast ids {run.folder} FILE.npy`")
+    else:
+        run.vacant(run.ids, options.force)
+    with run.locked_model() as layer:
+        made = SemanticIds.load(run.ids) if options.add or not options.vectors else SemanticIds(layer)
+        if options.vectors:
+            vectors = VectorFiles(options.vectors)
+            _not_inside(run, options.vectors)
+            if vectors.dim != layer.dim:
+                checks.fail("ids", "vectors", f"of {layer.dim} dimensions, as the model is", vectors.dim)
+            made.add(vectors.read(0, len(vectors)), options.beam)
+            run.claim(run.ids)
+            made.save(run.ids)
+    if target is not None:
+        (made.to_json if target.suffix == ".json" else made.to_parquet)(target)
+    metrics = made.metrics()
+    rows = [
+        (f"level {m}", f"{level['used']:,}", f"{level['entropy']:.3f}", f"{level['perplexity']:.1f}")
+        for m, level in enumerate(metrics["levels"])
+    ]
+    text = (
+        f"{run.ids}: {len(made):,} unique ids; {metrics['unique']:.2%} of the codes were distinct before, "
+        f"{metrics['moved']:,} changed, relative squared error {metrics['error_before']:.4f} -> "
+        f"{metrics['error_after']:.4f}"
+    )
+    return {"ids": str(run.ids), **metrics}, f"{_table(('', 'used', 'entropy', 'perplexity'), rows)}\n{text}"
 
 
 def train(options: argparse.Namespace) -> Result:

@@ -64,7 +64,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     )
     parser.add_argument("--version", action="version", version=f"drq_fast {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for add in (_fit, _encode, _index, _search, _train, _evaluate, _report, _info):
+    for add in (_fit, _encode, _index, _search, _ids, _train, _evaluate, _report, _info):
         add(commands.add_parser)
     return parser, dict(commands.choices)
 
@@ -134,6 +134,21 @@ def _search(add: Any) -> None:
     _number(parser, "-k", 10, "results per query")
     _number(parser, "--bits", None, "use only the first bits of every code (default: all)")
     parser.add_argument("--out", metavar="FILE.npz", help="write arrays `ids` and `scores` instead of printing them")
+
+
+def _ids(add: Any) -> None:
+    parser = _command(
+        add,
+        "ids",
+        "give every vector a unique code (semantic IDs)",
+        "Writes RUN/ids.drq and prints how good the ids are. Vectors must fit in memory. Without FILE.npy, the\n"
+        "ids that exist are read.",
+        "ids run vectors.npy --out ids.json",
+    )
+    parser.add_argument("vectors", nargs="*", metavar="FILE.npy", help="numbers [N, D], one vector per item")
+    parser.add_argument("--add", action="store_true", help="add the vectors to the ids that exist, which do not change")
+    _number(parser, "--beam", 16, "beam width of the encoder; wider is more accurate and slower")
+    parser.add_argument("--out", metavar="FILE", help="also write the tokens of all items to a .json or .parquet file")
 
 
 def _train(add: Any) -> None:

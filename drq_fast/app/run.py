@@ -69,6 +69,7 @@ class Run:
         self.codes = self.folder / "codes.npy"
         self.made_by = self.folder / "codes.json"
         self.index = self.folder / "index.drq"
+        self.ids = self.folder / "ids.drq"
         self.queries = self.folder / "queries.npy"
         self.metrics = self.folder / "metrics.json"
         self.history = self.folder / "history.json"
@@ -110,7 +111,7 @@ class Run:
         return {path.name for path in self._paths() if path.exists()} | set(self._in_report())
 
     def _paths(self) -> tuple[Path, ...]:
-        return (self.model, *self.of_training, *self.of_codes)
+        return (self.model, *self.of_training, *self.of_codes, self.ids)
 
     def _in_report(self) -> list[str]:
         """The names of all that is in the folder `report`."""
@@ -257,7 +258,7 @@ class Run:
         self.claim(self.model, self.config)
         with files.temporary_folder(self.folder) as temporary:
             layer.save(temporary / "new")
-            self.forget(*self.of_codes)
+            self.forget(*self.of_codes, self.ids)
             self.write_json(self.config, config)
             os.replace(temporary / "new", self.model)
 

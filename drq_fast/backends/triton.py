@@ -15,6 +15,7 @@ from ..kernels import decode as decoding
 from ..kernels import distortion as kernels
 from ..kernels import encode as encoding
 from ..kernels import quantize as quantizing
+from ..kernels import squared
 from . import torch as definition
 from .gradients import centred, like_inputs, refuse_second_derivatives
 from .types import Distortion, Loss, Parameters, Quantized, SquaredErrors
@@ -51,7 +52,8 @@ def loss(
 
 def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredErrors:
     """The squared errors of x [N, D] after each level: see `backends.torch.squared_errors`; differentiable once."""
-    raise NotImplementedError
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        return SquaredErrors(*_SquaredErrors.apply(x, *codec.tensors(), commitment, _precision("squared_errors")))
 
 
 @torch.no_grad()
@@ -147,3 +149,36 @@ class _Quantize(torch.autograd.Function):
             inputs = (centred(x, offset), codec, scores, gamma, choices)
             gradients = quantizing.quantize_backward(*inputs, dsoft, dhard, ctx.precision)
         return *like_inputs(gradients, x, codebook, scale, offset), None, None
+
+
+class _SquaredErrors(torch.autograd.Function):
+    """`backends.torch.squared_errors`; keeps the codes and forms the residuals again for the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        codebook: Tensor,
+        scale: Tensor,
+        offset: Tensor | None,
+        commitment: float,
+        precision: str,
+    ) -> tuple[Tensor, Tensor]:
+        """(errors [N, M], codes [N, M] int64)."""
+        codes = encoding.encode(x, codebook, scale, offset=offset, precision=precision).long()
+        errors = squared.squared_errors(x, codebook, scale, offset, codes)
+        ctx.save_for_backward(x, codebook, scale, offset, codes)
+        ctx.commitment = commitment
+        ctx.mark_non_differentiable(codes)
+        return errors.mul_(1 + commitment), codes
+
+    @staticmethod
+    def backward(ctx: Any, derrors: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """Gradients of x, codebook, scale and offset."""
+        refuse_second_derivatives("squared_errors", "triton")
+        x, codebook, scale, offset, codes = ctx.saved_tensors
+        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+            by_row, dcodebook, dscale = squared.squared_errors_backward(x, codebook, scale, offset, codes, derrors)
+            doffset = None if offset is None else by_row.sum(dim=0).to(offset.dtype)
+            dx = by_row.mul_(-ctx.commitment).to(x.dtype)
+        return dx, dcodebook.to(codebook.dtype), dscale.to(scale.dtype), doffset, None, None

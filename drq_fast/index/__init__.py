@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import threading
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +27,18 @@ from .rows import Rows
 _QUERIES = 1 << 10  # queries between two updates of the progress bar, at least
 _WORK = 1 << 34  # scores between two updates
 _PADDED = 1 << 20  # results per query that may be requested from an index of fewer vectors
+
+_indexes: weakref.WeakSet[Index] = weakref.WeakSet()
+
+
+def _unlock_in_child() -> None:
+    """After a fork: a lock that a thread of the parent held would never be released. Rows are whole at any time."""
+    for index in _indexes:
+        index._lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unlock_in_child)
 
 
 class IndexResult(NamedTuple):
@@ -64,11 +77,15 @@ class Index:
 
     def _take(self, codec: Codec, metric: str, rows: Rows, mapped: file.Mapped | None) -> None:
         self._codec, self._metric = codec, metric
-        self._lock = threading.RLock()  # held while rows change and while a search notes what it will scan
+        self._make_lock()
         self._mapped = mapped
         self._places = Places()
         self._alive_is_read = False  # a search may be reading rows.alive
         self._set_rows(rows)
+
+    def _make_lock(self) -> None:
+        self._lock = threading.RLock()  # held while rows change and while a search notes what it will scan
+        _indexes.add(self)
 
     def _set_rows(self, rows: Rows, known: Norms | None = None) -> None:
         """All that changes when rows come or go, in one step: an exception or Ctrl-C leaves the old rows or the new.
@@ -95,7 +112,8 @@ class Index:
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.RLock())
+        self.__dict__.update(state)
+        self._make_lock()
 
     def __copy__(self) -> Index:
         return copy.deepcopy(self)

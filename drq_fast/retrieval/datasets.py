@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from .. import checks
 from ..files import FileError, read_array
+from . import pickles
 
 Source = str | os.PathLike[str]
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff"}
@@ -364,37 +365,34 @@ def _binary_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
 def _python_batch(path: Path) -> tuple[np.ndarray, np.ndarray]:
     batch = _unpickle(path)
     try:
-        return np.asarray(batch[b"data"], np.uint8).reshape(-1, 3, 32, 32), np.asarray(batch[b"labels"])
-    except (KeyError, ValueError, TypeError) as error:
+        pixels, labels = batch[b"data"], batch[b"labels"]
+        if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or not _are_integers(labels):
+            raise TypeError("its data must be an array of uint8, its labels integers")
+        return pixels.reshape(-1, 3, 32, 32), np.asarray(labels, np.int64)
+    except (LookupError, ValueError, TypeError, OverflowError) as error:
         raise FileError(f"datasets: {path} is not a batch of CIFAR-10 ({error!r}).") from error
+
+
+def _are_integers(labels: Any) -> bool:
+    """Whether these are integers [N]: an array, or a list, which is not nested."""
+    if isinstance(labels, np.ndarray):
+        return labels.ndim == 1
+    return isinstance(labels, list) and all(type(label) is int for label in labels)
 
 
 def _class_names(path: Path) -> list[str]:
     try:
         return [name.decode() for name in _unpickle(path)[b"label_names"]]
-    except (KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+    except (LookupError, TypeError, AttributeError, UnicodeDecodeError) as error:
         raise FileError(f"datasets: {path} does not name the classes of CIFAR-10 ({error!r}).") from error
-
-
-class _Arrays(pickle.Unpickler):
-    """Unpickles containers and numpy arrays only, so that no code can run."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Allows only what numpy arrays need."""
-        if module.startswith("numpy") and name in ("_reconstruct", "ndarray", "dtype"):
-            return super().find_class(module.replace("numpy.core", "numpy._core"), name)
-        if (module, name) == ("_codecs", "encode"):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
 
 def _unpickle(path: Path) -> Any:
     try:
-        with path.open("rb") as file:
-            return _Arrays(file, encoding="bytes").load()
+        return pickles.read(path.read_bytes())
     except FileNotFoundError:
         raise FileNotFoundError(f"datasets: {path} is missing.") from None
-    except Exception as error:  # damaged pickles raise many kinds of errors
+    except (OSError, pickle.UnpicklingError) as error:
         raise FileError(f"datasets: {path} is not a batch of CIFAR-10 ({error}).") from error
 
 

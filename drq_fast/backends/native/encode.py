@@ -11,7 +11,7 @@ from .. import torch as definition
 from ..gradients import centred
 from ..types import Parameters
 from .extension import MAX_CODEWORDS, floats, instruction_set, native, pointer
-from .threads import in_threads, single_threaded, tiles, without_dead_threads
+from .threads import in_threads, single_threaded, tiles
 
 if TYPE_CHECKING:
     from ... import _C
@@ -62,7 +62,7 @@ def gram(codebook: Tensor) -> Tensor:
     """C C^T [K, K]; a small one is computed without torch's threads."""
     if codebook.device.type == "cpu" and len(codebook) ** 2 <= _TINY:
         return single_threaded(lambda: codebook @ codebook.T)
-    return without_dead_threads(lambda: codebook @ codebook.T)
+    return codebook @ codebook.T
 
 
 def _gram_in_threads(codebook: Tensor) -> Tensor:

@@ -6,52 +6,123 @@ spinning for milliseconds after every matrix product.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TypeVar
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
 
 _MIN_ROWS = 64  # fewer are not worth a thread
-
-_pools: dict[int, ThreadPoolExecutor] = {}
-_pools_lock = threading.Lock()
-_forked = False
+_NOTICE = 0.05  # seconds between two looks for Ctrl-C: a signal that arrives just before a wait does not end it
 
 
-def _after_fork() -> None:
-    """Forgets the pools: a child has none of its parent's threads, and a lock that was held would stay locked."""
-    global _forked, _pools_lock
-    _pools.clear()
-    _pools_lock = threading.Lock()
-    _forked = True
+class _Pool:
+    """Threads that run tasks, as many as were ever asked for; they are daemons, so that nothing waits for them."""
+
+    growing = threading.Lock()  # of all pools: while one grows, torch's default is not what the user set
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()  # None ends a thread
+
+    def reach(self, size: int) -> None:
+        """Starts the missing threads; there may be fewer where the process exits or has reached its limit."""
+        # Another thread starts them, because Ctrl-C only interrupts the main thread.
+        grower = threading.Thread(target=self._grow, args=(size,), name="drq_fast", daemon=True)
+        try:
+            grower.start()
+        except RuntimeError:
+            return
+        while grower.is_alive():
+            grower.join(_NOTICE)
+
+    def _grow(self, size: int) -> None:
+        """torch.set_num_threads also sets the number of every thread that starts later; this thread restores it."""
+        with self.growing:
+            default, ready = torch.get_num_threads(), SimpleQueue[None]()
+            try:
+                while self.size < size:
+                    threading.Thread(target=self._serve, args=(ready,), name="drq_fast", daemon=True).start()
+                    ready.get()
+                    self.size += 1
+            except RuntimeError:
+                pass
+            finally:
+                torch.set_num_threads(default)
+
+    def _serve(self, ready: SimpleQueue[None]) -> None:
+        torch.get_num_threads()  # else torch's first parallel loop in this thread would take the default again
+        torch.set_num_threads(1)
+        _current.is_ours = True
+        ready.put(None)
+        for task in iter(self.tasks.get, None):
+            task()
+            del task  # and the tensors it refers to
 
 
-os.register_at_fork(after_in_child=_after_fork)
+class _Call(Generic[Result]):
+    """Tasks of one caller. Only the threads that run them count them: Ctrl-C in the caller cannot falsify a count."""
+
+    def __init__(self, tasks: Sequence[Callable[[], Result]]) -> None:
+        self.tasks, self.left = tasks, iter(range(len(tasks)))
+        self.inference = torch.is_inference_mode_enabled()
+        self.interrupted = False  # tells the tasks to end early
+        self.running: set[int] = set()  # threads
+        self.results: dict[int, Result] = {}
+        self.errors: dict[int, BaseException] = {}
+        self.news: SimpleQueue[None] = SimpleQueue()
+
+    def run(self) -> None:
+        """Runs tasks in this thread until none are left."""
+        outer, _current.call, me, number = _current.call, self, threading.get_ident(), -1
+        self.running.add(me)
+        try:
+            with torch.inference_mode(self.inference), torch.no_grad():
+                for number in self.left:
+                    if self.interrupted:
+                        break
+                    self.results[number] = self.tasks[number]()
+        except BaseException as error:
+            self.errors[number] = error
+            self.interrupted = True
+        finally:
+            _current.call = outer
+            self.running.discard(me)
+            self.news.put(None)
+
+    def run_in(self, pool: _Pool, threads: int) -> None:
+        """Runs them in so many threads and waits; after an error or Ctrl-C only for those that are running."""
+        try:
+            for _ in range(threads):
+                pool.tasks.put(self.run)
+            while len(self.results) < len(self.tasks) and not self.errors:
+                self._wait_for_news()
+        finally:
+            self.interrupted = True
+            while self.running and len(self.results) < len(self.tasks):
+                self._wait_for_news()
+
+    def _wait_for_news(self) -> None:
+        with suppress(Empty):
+            self.news.get(timeout=_NOTICE)
 
 
-def _pool(threads: int) -> ThreadPoolExecutor:
-    """So many threads, made at the first use and kept.
+class _Current(threading.local):
+    """State of this thread: whether a pool started it, and the call whose tasks it runs."""
 
-    torch.set_num_threads sets the default of every thread that starts later, by whichever thread it is called. So the
-    threads are started together, and the caller's setting is restored afterwards.
-    """
-    with _pools_lock:
-        mine = torch.get_num_threads()
-        for size in {1, threads} - _pools.keys():
-            all_there = threading.Barrier(size + 1)
-            pool = ThreadPoolExecutor(size, "drq_fast", initializer=torch.set_num_threads, initargs=(1,))
-            for _ in range(size):
-                pool.submit(all_there.wait)
-            all_there.wait()
-            torch.set_num_threads(mine)
-            _pools[size] = pool
-        return _pools[threads]
+    is_ours = False
+    call: _Call[Any] | None = None
+
+
+_current = _Current()
+_single, _many = _Pool(), _Pool()  # two, so that a short task does not wait behind another caller's long ones
 
 
 def parts_of(N: int) -> int:
@@ -64,76 +135,70 @@ def in_threads(work: Callable[[int, slice], None], N: int) -> None:
 
     After an error or Ctrl-C it waits for the tiles at hand (see `tiles`), then raises.
     """
-    threads, parts = torch.get_num_threads(), parts_of(N)
+    parts = parts_of(N)
     if parts == 1:
         with torch.no_grad():
             work(0, slice(0, N))
         return
-    interrupted = threading.Event()
-
-    def run(part: int) -> None:
-        _current.interrupted = interrupted
-        try:
-            work(part, slice(N * part // parts, N * (part + 1) // parts))
-        finally:
-            _current.interrupted = None
-
-    tasks: list[Future[None]] = []
-    try:
-        for part in range(parts):
-            tasks.append(_submit(threads, functools.partial(run, part)))
-        for task in tasks:
-            task.result()
-    except BaseException:
-        interrupted.set()
-        wait(tasks)
-        raise
-
-
-class _Current(threading.local):
-    """The event that tells the work of this thread to end early."""
-
-    interrupted: threading.Event | None = None
-
-
-_current = _Current()
+    bounds = [N * part // parts for part in range(parts + 1)]
+    _run(_many, [functools.partial(work, part, slice(*bounds[part : part + 2])) for part in range(parts)], parts)
 
 
 def tiles(rows: slice, step: int) -> Iterator[slice]:
     """The rows in slices of `step`; ends early where `in_threads` was interrupted."""
+    call = _current.call
     for first in range(rows.start, rows.stop, step):
-        if _current.interrupted is not None and _current.interrupted.is_set():
+        if call is not None and call.interrupted:
             return
         yield slice(first, min(first + step, rows.stop))
 
 
 def single_threaded(compute: Callable[[], Result]) -> Result:
     """compute() in one thread of ours, so that none of torch's are left spinning."""
-    return _submit(1, compute).result()
+    return _run(_single, [compute], 1)[0]
 
 
 def in_parallel(tasks: Sequence[Callable[[], Result]]) -> list[Result]:
     """The results of all tasks, each run in one of our threads."""
-    threads = torch.get_num_threads()
-    futures = [_submit(threads, task) for task in tasks]
-    try:
-        return [future.result() for future in futures]
-    except BaseException:
-        wait(futures)
-        raise
+    return _run(_many, tasks, min(torch.get_num_threads(), len(tasks)))
 
 
-def without_dead_threads(compute: Callable[[], Result]) -> Result:
-    """compute(); single-threaded in a forked process, where torch's OpenMP would wait for threads of the parent."""
-    return single_threaded(compute) if _forked else compute()
+def _run(pool: _Pool, tasks: Sequence[Callable[[], Result]], threads: int) -> list[Result]:
+    """The results of all tasks, run in so many threads, without gradients and in the caller's inference mode.
+
+    After an error or Ctrl-C no further task begins; it waits for those at hand, then raises.
+    """
+    call = _Call(tasks)
+    if pool.size < threads and not _current.is_ours:
+        pool.reach(threads)
+    if pool.size == 0 or _current.is_ours:
+        call.run()
+    else:
+        call.run_in(pool, threads)
+    if call.errors:
+        try:
+            raise call.errors[min(call.errors)]
+        finally:
+            call.errors.clear()  # the traceback of an error refers to this frame
+    return [call.results[number] for number in range(len(tasks))]
 
 
-def _submit(threads: int, task: Callable[[], Result]) -> Future[Result]:
-    """Runs a task in a pool of so many threads, without gradients and in the caller's inference mode."""
-    inference = torch.is_inference_mode_enabled()
+def _before_fork() -> None:
+    """Ends the OpenMP threads of this thread, which libgomp in the child would wait for; torch starts them again."""
+    if _openmp_can_pause:
+        _openmp.omp_pause_resource_all(1)
 
-    def run() -> Result:
-        with torch.inference_mode(inference), torch.no_grad():
-            return task()
 
-    return _pool(threads).submit(run)
+def _in_child() -> None:
+    """Forgets the pools, whose threads a child does not have."""
+    global _single, _many
+    _single, _many, _Pool.growing = _Pool(), _Pool(), threading.Lock()
+    if not _openmp_can_pause and not _openmp_can_fork:
+        torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    _openmp = ctypes.CDLL(None)
+    _openmp_can_fork = hasattr(_openmp, "__kmpc_fork_call")  # LLVM's and Intel's
+    _openmp_can_pause = hasattr(_openmp, "omp_pause_resource_all") and not _openmp_can_fork  # GNU's from GCC 9
+    os.register_at_fork(before=_before_fork, after_in_child=_in_child)

@@ -62,6 +62,9 @@ class Recursion:
     def __init__(self, x: Tensor, codec: Parameters, gamma: float, terms: LossTerms | None = None) -> None:
         self.levels, self.x, self.offset = codec.table(Levels), x, codec.offset
         self.gamma, self.terms, self.isa = gamma, terms, instruction_set()
+        # Sums Delta_m of soft choices enter the errors as Delta G Delta^T. Per level and row, Delta G and the gradient
+        # of G take 1.5 K K multiplications; through Delta C, in D dimensions, they take 4 K D.
+        self.through_vectors = 4 * self.levels.D < 1.5 * self.levels.P
         self.codes = torch.empty(len(x), self.levels.M, dtype=torch.int64, device="cpu")
 
     def blocks(self) -> Iterator[slice]:
@@ -110,17 +113,25 @@ class Recursion:
                 native.assign_cpu(job, self.isa)
                 lines = len(x) * M
                 if errors:
-                    torch.mm(soft[:lines], levels.gram, out=product[:lines])
+                    self._times_gram(soft[:lines], product[:lines])
                     job.product = pointer(product)
                 then(Chosen(rows, part, x, S, soft[:lines], product[:lines], job))
 
         in_threads(work, block.stop - block.start)
+
+    def _times_gram(self, soft: Tensor, out: Tensor) -> None:
+        """soft [n M, P] times C C^T."""
+        if self.through_vectors:
+            torch.mm(soft @ self.levels.codebook, self.levels.codebook.T, out=out)
+        else:
+            torch.mm(soft, self.levels.gram, out=out)
 
 
 class _Sums:
     """What one thread adds up: the loss, and the gradients that all rows share."""
 
     def __init__(self, codec: Levels) -> None:
+        self.dcodebook = floats(codec.P, codec.D).zero_()  # from soft choices, if not by way of dgram
         self.value = torch.zeros((), dtype=torch.float64, device="cpu")
         self.dscale = torch.zeros(codec.M, dtype=torch.float64, device="cpu")
         self.dgram = floats(codec.P, codec.P).zero_()
@@ -159,7 +170,11 @@ class Totals:
             job.dhard, job.dsoft, job.djoint = map(pointer, derrors)
         job.ddelta = pointer(ddelta)
         native.backward_cpu(job, self.recursion.isa)
-        _add_symmetric(sums.dgram, few.soft[: len(few.product)], few.product)
+        soft = few.soft[: len(few.product)]
+        if self.recursion.through_vectors:
+            sums.dcodebook.addmm_(soft.T, few.product @ self.levels.codebook, alpha=2)
+        else:
+            _add_symmetric(sums.dgram, soft, few.product)
         dx = torch.mm(dscores, self.levels.codebook, out=self.dx[few.rows])
         dx.addcmul_(few.x, dnorms[:, None], value=2)
 
@@ -179,6 +194,7 @@ class Totals:
         """All of them, once every row has been added."""
         dgram = torch.stack([part.dgram + part.ddiagonal.diag() for part in self.sums]).sum(dim=0)
         self.to_codebook(dgram + dgram.T, self.levels.codebook)
+        self.dcodebook += torch.stack([part.dcodebook for part in self.sums]).sum(dim=0)
         dscale = torch.stack([self.dscale, *(part.dscale for part in self.sums)]).sum(dim=0)
         return Gradients(self.dx, self.dcodebook[: self.levels.K], dscale.float())
 
