@@ -8,7 +8,7 @@ from torch import Tensor
 
 from . import functional
 from .backends.types import Parameters
-from .codec import Codec, default_weights
+from .codec import Codec
 
 _TILE = 1 << 22  # numbers of a [rows, K] or [groups, K] matrix that is held at a time
 _FEW = 256  # colliding items of a group up to which their assignment is optimal
@@ -54,7 +54,7 @@ class _Assignment:
             moved = self.settle(part, m, room)
             tail = Parameters(self.codec.codebook, self.codec.scale[m + 1 :], None)
             for block in blocks(moved, self.codec.dim * self.beam) if len(tail.scale) else ():
-                omega = default_weights(len(tail.scale))
+                omega = functional.default_weights(len(tail.scale))
                 found = functional.encode_checked(self.residual(block, m + 1), tail, self.beam, omega)
                 self.codes[block, m + 1 :] = found.cpu().numpy()
 
