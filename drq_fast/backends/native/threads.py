@@ -27,6 +27,7 @@ class _Pool:
     """Threads that run tasks, as many as were ever asked for; they are daemons, so that nothing waits for them."""
 
     growing = threading.Lock()  # of all pools: while one grows, torch's default is not what the user set
+    calm = False  # whether `_calm_openmp` was called
 
     def __init__(self) -> None:
         self.size = 0
@@ -58,6 +59,9 @@ class _Pool:
                 torch.set_num_threads(default)
 
     def _serve(self, ready: SimpleQueue[None]) -> None:
+        if not _Pool.calm:
+            _Pool.calm = True
+            _calm_openmp()
         torch.get_num_threads()  # else torch's first parallel loop in this thread would take the default again
         torch.set_num_threads(1)
         _current.is_ours = True
@@ -65,6 +69,14 @@ class _Pool:
         for task in iter(self.tasks.get, None):
             task()
             del task  # and the tensors it refers to
+
+
+def _calm_openmp() -> None:
+    """Lets this thread have OpenMP threads, too: with more of them than cores, libgomp's threads sleep after a loop.
+
+    Else they spin for milliseconds, and threads of ours would have to share their cores with those of the caller.
+    """
+    torch.zeros(1 << 17, device="cpu").add_(1)
 
 
 class _Call(Generic[Result]):
@@ -192,7 +204,7 @@ def _before_fork() -> None:
 def _in_child() -> None:
     """Forgets the pools, whose threads a child does not have."""
     global _single, _many
-    _single, _many, _Pool.growing = _Pool(), _Pool(), threading.Lock()
+    _single, _many, _Pool.growing, _Pool.calm = _Pool(), _Pool(), threading.Lock(), False
     if not _openmp_can_pause and not _openmp_can_fork:
         torch.set_num_threads(1)
 
