@@ -268,7 +268,7 @@ def _from_numpy(op: str, name: str, value: np.ndarray) -> Tensor:
     if isinstance(value, np.ma.MaskedArray):
         fail(op, name, "an array without a mask", "a masked array", error=TypeError)
     if not value.dtype.isnative or any(stride < 0 for stride in value.strides):
-        value = np.ascontiguousarray(value, dtype=value.dtype.newbyteorder("="))
+        value = value.astype(value.dtype.newbyteorder("="), order="C", copy=True)
     try:
         return torch.from_numpy(value if value.flags.writeable else np.asarray(_Writable(value)))
     except (TypeError, ValueError) as error:

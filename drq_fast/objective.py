@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks, functional
+from . import functional
 from .backends.types import Loss, Parameters
 
-REDUCTIONS = ("mean", "row", "level")
+REDUCTIONS = {"squared": ("mean", "row", "level"), "paper": ("mean", "row")}  # by loss
 
 
 class Batch(NamedTuple):
@@ -35,13 +35,13 @@ def squared(batch: Batch, codec: Parameters, commitment: float, omega: Sequence[
     found = functional.squared_errors(batch.x, *codec.tensors()[:2], offset=codec.offset, commitment=commitment)
     errors = found.errors / batch.x.shape[1]
     if reduction == "level":
-        return Loss(_mean(errors, _runs(batch, errors)), found.codes)
-    weights = errors.new_ones(errors.shape[1]) if omega is None else errors.new_tensor(omega)
-    if batch.lengths is not None:
-        weights = weights * _runs(batch, errors)
+        counts = _level_weights(batch, None, errors).expand_as(errors)
+        return Loss(_sum(errors * counts) / _sum(counts).clamp_min(1), found.codes)
+    weights = _level_weights(batch, omega, errors)
     total = weights.sum(dim=-1)
-    rows = (errors * weights).sum(dim=1) / torch.where(total > 0, total, 1)
-    return Loss(rows if reduction == "row" else _mean(rows, batch.mask), found.codes)
+    return Loss(
+        _reduced((errors * weights).sum(dim=1) / torch.where(total > 0, total, 1), batch, reduction), found.codes
+    )
 
 
 def paper(
@@ -55,33 +55,36 @@ def paper(
 ) -> Loss:
     """weights . (E_h, E_s, E_j) of the paper: sums over levels of unsquared errors, averaged over vectors."""
     given = {"gamma": gamma, "offset": codec.offset}
-    if reduction == "level":
-        checks.fail("RecurrentQuantizer", "reduction", '"mean" or "row" with loss="paper"', repr(reduction))
     if reduction == "mean" and batch.whole():
         options = {"weights": weights, "level_weights": omega, "joint": joint}
         return functional.loss(batch.x, codec.codebook, codec.scale, **given, **options)  # type: ignore[arg-type]
     errors = functional.distortion(batch.x, codec.codebook, codec.scale, **given)  # type: ignore[arg-type]
-    level_weights = errors.hard.new_ones(errors.hard.shape[1]) if omega is None else errors.hard.new_tensor(omega)
-    level_weights = level_weights * _runs(batch, errors.hard)
+    level_weights = _level_weights(batch, omega, errors.hard)
     e_hard, e_soft = ((each * level_weights).sum(dim=1) for each in (errors.hard, errors.soft))
     lengths = batch.lengths
     last = errors.joint[:, -1] if lengths is None else errors.joint.gather(1, lengths[:, None] - 1).squeeze(1)
     e_joint = (e_hard - e_soft).abs() if joint == "gap" else last
     rows = weights[0] * e_hard + weights[1] * e_soft + weights[2] * e_joint
-    return Loss(rows if reduction == "row" else _mean(rows, batch.mask), errors.codes)
+    return Loss(_reduced(rows, batch, reduction), errors.codes)
 
 
-def _runs(batch: Batch, errors: Tensor) -> Tensor:
-    """[N, M] of 0 and 1: which levels of which vectors count."""
-    runs = torch.ones_like(errors)
+def _level_weights(batch: Batch, omega: Sequence[float] | None, errors: Tensor) -> Tensor:
+    """omega [M], or [N, M] with 0 for levels and vectors that do not count."""
+    weights = errors.new_ones(errors.shape[1]) if omega is None else errors.new_tensor(omega)
     if batch.lengths is not None:
-        runs = runs * (torch.arange(errors.shape[1], device=errors.device) < batch.lengths[:, None])
-    return runs if batch.mask is None else runs * batch.mask[:, None]
+        weights = weights * (torch.arange(errors.shape[1], device=errors.device) < batch.lengths[:, None])
+    return weights if batch.mask is None else weights * batch.mask[:, None]
 
 
-def _mean(values: Tensor, counts: Tensor | None) -> Tensor:
-    """The mean of values [N] or [N, M] over the rows that count; 0 if there are none."""
-    if counts is None:
-        return values.sum(dim=0) / torch.sym_max(len(values), 1)
-    counts = counts.to(values.dtype)
-    return (values * counts).sum(dim=0) / counts.sum(dim=0).clamp_min(1)
+def _reduced(rows: Tensor, batch: Batch, reduction: str) -> Tensor:
+    """The losses of vectors [N], 0 where masked, or the mean of those that count, 0 if there are none."""
+    rows = rows if batch.mask is None else rows * batch.mask
+    if reduction == "row":
+        return rows
+    count = torch.sym_max(len(rows), 1) if batch.mask is None else batch.mask.sum().clamp_min(1)
+    return _sum(rows) / count
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Over vectors, in float64: the order of additions, which depends on the number of threads, changes no bit."""
+    return values.sum(dim=0, dtype=torch.float64).to(values.dtype)

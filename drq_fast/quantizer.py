@@ -28,7 +28,7 @@ _MAX_LEVELS = 1 << 16  # that a file may claim
 
 
 class QuantizerOutput(NamedTuple):
-    """quantized [..., D] (None with reconstruct=False), codes [..., levels] int64, loss: a scalar to minimise."""
+    """quantized [..., D] (None with reconstruct=False), codes [..., levels] int64, loss to minimise: see `forward`."""
 
     quantized: Tensor | None
     codes: Tensor
@@ -42,8 +42,8 @@ class RecurrentQuantizer(nn.Module):
     hard, soft and joint errors of the paper, with their `weights`. scale: "shared" scales level m by w**m with w
     learned, "per_level" learns levels - 1 factors. offset: learn a vector that is subtracted first. level_weights
     [levels]: of the levels in each error. init: "kmeans" initialises the codebook from the first training batch.
-    gradient: of `quantized` with respect to x. gamma and joint belong to the paper's loss. See docs/design.md for
-    details and docs/math.md for definitions.
+    gradient: of `quantized` with respect to x. joint belongs to the paper's loss, gamma to it and to gradient="soft".
+    See docs/design.md for details and docs/math.md for definitions.
 
     >>> layer = RecurrentQuantizer(dim=2048, codewords=256, levels=4)
     >>> quantized, codes, loss = layer(x)
@@ -82,6 +82,8 @@ class RecurrentQuantizer(nn.Module):
         if loss == "squared" and (weights is not None or joint != "gap"):
             name, value = ("joint", joint) if weights is None else ("weights", weights)
             checks.fail(op, name, 'left out unless loss="paper"', repr(value))
+        if loss == "paper" and commitment != 1:
+            checks.fail(op, "commitment", 'left out unless loss="squared"', repr(commitment))
         self.loss, self.joint, self.init, self.gradient = loss, joint, init, gradient
         self.commitment = checks.commitment(op, commitment)
         self.weights = checks.weights(op, (1.0, 1.0, 1.0) if weights is None else weights)
@@ -135,7 +137,7 @@ class RecurrentQuantizer(nn.Module):
         op = "RecurrentQuantizer"
         checks.floating(op, "x", x, device=self.codebook.device)
         flat = checks.rows(op, "x", x, self.dim)
-        checks.choice(op, "reduction", reduction, objective.REDUCTIONS)
+        checks.choice(op, "reduction", reduction, objective.REDUCTIONS[self.loss])
         L, lengths = checks.level_numbers(op, levels, self.levels, x.shape[:-1], x.device)
         counted = checks.row_mask(op, mask, x.shape[:-1], x.device)
         if self.level_weights is not None and not any(self.level_weights[:L]):
@@ -325,12 +327,18 @@ class RecurrentQuantizer(nn.Module):
     def usage(self, codes: Tensor | np.ndarray) -> Tensor:
         """Counts [levels, codewords] int64: how often each codeword occurs at each level of codes [..., levels].
 
+        -1, the code of masked vectors, is left out.
+
         >>> dead = layer.usage(codes).sum(dim=0) == 0
         """
-        values = checks.array("usage", "codes", codes, integer=True)
-        flat = checks.code_rows("usage", values, self.levels)
-        checks.code_range("usage", flat, self.codewords)
-        return torch.stack([torch.bincount(c.long(), minlength=self.codewords) for c in flat.unbind(dim=1)])
+        return self._counts("usage", codes)
+
+    def _counts(self, op: str, codes: Tensor | np.ndarray) -> Tensor:
+        values = checks.array(op, "codes", codes, integer=True)
+        flat = checks.code_rows(op, values, self.levels).long()
+        flat = flat[(flat != -1).all(dim=1)]
+        checks.code_range(op, flat, self.codewords)
+        return torch.stack([torch.bincount(column, minlength=self.codewords) for column in flat.unbind(dim=1)])
 
     def perplexity(self, codes: Tensor | np.ndarray) -> Tensor:
         """exp(entropy) of the codewords at each level of codes [..., levels], [levels]: K if all are used alike."""
@@ -339,14 +347,12 @@ class RecurrentQuantizer(nn.Module):
         return torch.exp(torch.special.entr(share).sum(dim=1)).float()
 
     @torch.no_grad()
-    def observe(self, codes: Tensor) -> None:
+    def observe(self, codes: Tensor | np.ndarray) -> None:
         """Counts the codewords in codes [..., levels] for the next `revive`, without -1, the code of masked vectors.
 
         Call it after every training step (or part of one): a codeword that one batch does not use is not dead.
         """
-        values = checks.integers("observe", "codes", codes).flatten().long()
-        checks.code_range("observe", values[values >= 0], self.codewords)
-        self._observed += torch.bincount(values[values >= 0], minlength=self.codewords).to(self._observed.device)
+        self._observed += self._counts("observe", codes).sum(dim=0).to(self._observed.device)
 
     @modes.plainly
     def revive(self, x: Tensor | np.ndarray, *, below: int = 1, seed: int | None = None) -> int:

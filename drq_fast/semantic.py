@@ -214,8 +214,9 @@ class SemanticIds:
             checks.fail(op, "rows", f"positions in 0..{len(self) - 1}", repr(rows))
         return self._codes[chosen]
 
-    def _names(self, op: str, items: Iterable[Any] | None) -> list[Any]:
-        names = list(range(len(self)) if items is None else items)
+    def _names(self, op: str, items: Iterable[Any] | None) -> list[str]:
+        values = range(len(self)) if items is None else items.tolist() if hasattr(items, "tolist") else items
+        names = [str(name) for name in values]  # as JSON has them
         if len(set(names)) != len(self) or len(names) != len(self):
             checks.fail(op, "items", f"{len(self)} different names", f"{len(set(names))} different of {len(names)}")
         return names

@@ -54,7 +54,8 @@ class _Assignment:
             moved = self.settle(part, m, room)
             tail = Parameters(self.codec.codebook, self.codec.scale[m + 1 :], None)
             for block in blocks(moved, self.codec.dim * self.beam) if len(tail.scale) else ():
-                omega = functional.default_weights(len(tail.scale))
+                weights = (self.codec.level_weights or ())[m + 1 :]
+                omega = weights if any(weights) else functional.default_weights(len(tail.scale))
                 found = functional.encode_checked(self.residual(block, m + 1), tail, self.beam, omega)
                 self.codes[block, m + 1 :] = found.cpu().numpy()
 
@@ -66,7 +67,9 @@ class _Assignment:
     def settle(self, rows: np.ndarray, m: int, room: int) -> np.ndarray:
         """Assigns rows, which are all items of some groups, to the codewords of level m; returns those that moved."""
         K = self.codec.codewords
-        _, at, group, size = np.unique(keys_of(self.codes[rows], self.codec, m), True, True, True)
+        _, at, group, size = np.unique(
+            keys_of(self.codes[rows], self.codec, m), return_index=True, return_inverse=True, return_counts=True
+        )
         places = self.places(rows[at], m, room)
         column = group * K + self.codes[rows, m]
         waiting = np.flatnonzero((np.bincount(column, minlength=len(places)) > places)[column])

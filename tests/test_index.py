@@ -464,3 +464,11 @@ def test_bad_types(call, message):
 def test_an_uninitialised_layer_makes_no_index():
     with pytest.raises(RuntimeError, match="Index: the layer has not seen data yet"):
         Index(RecurrentQuantizer(5))
+
+
+def test_arrays_with_negative_strides():
+    index = Index(RecurrentQuantizer(2, 4, 2, offset=False, init="random", gamma=1.0))
+    index.add(np.ones((3, 2), "f4")[::-1])
+    assert index.search(np.ones((1, 2), "f4")[::-1], k=1).ids.tolist() == [[0]]
+    index.remove(np.array([1])[::-1])
+    assert index.ids.tolist() == [0, 2]

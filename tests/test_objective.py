@@ -80,6 +80,10 @@ def test_masked_vectors_count_nowhere(layer):
     assert bool(quantized[~mask].isnan().all())
     torch.testing.assert_close(loss, expected.loss, rtol=1e-5, atol=1e-6)
     assert_same(gradients(layer, loss), gradients(layer, expected.loss))
+    rows = layer(x, mask=mask, reduction="row").loss
+    torch.testing.assert_close(rows[mask], layer(x[mask], reduction="row").loss, rtol=1e-5, atol=1e-6)
+    assert bool((rows[~mask] == 0).all())
+    assert torch.equal(layer.usage(codes), layer.usage(expected.codes))
     nothing = layer(x, mask=torch.zeros_like(mask))
     assert nothing.loss.item() == 0
     assert all(bool(g.isfinite().all()) for g in gradients(layer, nothing.loss))
@@ -196,6 +200,14 @@ def test_large_codebooks_train():
         (lambda q, x: RecurrentQuantizer(3, loss="l2"), r"loss must be one of 'squared', 'paper', got 'l2'\."),
         (lambda q, x: RecurrentQuantizer(3, weights=(1, 1, 1)), r'weights must be left out unless loss="paper", got'),
         (lambda q, x: RecurrentQuantizer(3, joint="mse"), r"joint must be left out unless"),
+        (
+            lambda q, x: RecurrentQuantizer(3, loss="paper", commitment=2),
+            r'commitment must be left out unless loss="sq',
+        ),
+        (
+            lambda q, x: q.observe(torch.full((2, M), -7)),
+            r"observe: codes must be in 0..15, got values from -7 to -7\.",
+        ),
         (lambda q, x: q.embed(torch.full((2, M), K)), r"embed: codes must be in 0..15, got values from 16 to 16\."),
         (lambda q, x: q.observe(torch.full((2, M), K)), r"observe: codes must be in 0..15, got values from 16 to 16\."),
         (lambda q, x: q.revive(x, below=0), r"revive: below must be an integer of at least 1, got 0\."),
@@ -211,6 +223,38 @@ def test_bad_input(call, message):
 
 def test_the_loss_of_the_paper_has_no_levels():
     layer = RecurrentQuantizer(D, K, M, loss="paper")
-    layer.initialise(data())
-    with pytest.raises(ValueError, match=r"""reduction must be "mean" or "row" with loss="paper", got 'level'\."""):
+    with pytest.raises(ValueError, match=r"reduction must be one of 'mean', 'row', got 'level'\."):
         layer(data(), reduction="level")
+    assert not layer.initialised
+
+
+@pytest.mark.parametrize("joint", ["gap", "mse"])
+def test_masked_rows_have_no_loss_of_the_paper(joint):
+    layer = RecurrentQuantizer(D, K, M, loss="paper", joint=joint)
+    layer.initialise(data())
+    mask = torch.arange(40) < 30
+    rows = layer(data(40), mask=mask, reduction="row").loss
+    assert bool((rows[30:] == 0).all())
+    torch.testing.assert_close(rows[:30], layer(data(40)[:30], reduction="row").loss, rtol=1e-5, atol=1e-6)
+
+
+def test_vmap(layer):
+    x = data(40).view(5, 8, D)
+    found = torch.func.vmap(lambda rows: layer(rows).quantized)(x)
+    torch.testing.assert_close(found, layer(x).quantized)
+
+
+def test_the_squared_loss_does_not_depend_on_the_threads():
+    layer, losses, threads = RecurrentQuantizer(1, 4, 2), [], torch.get_num_threads()
+    x = torch.randn(300_001, 1, generator=torch.Generator().manual_seed(0))
+    layer.initialise(x[:1000], seed=0)
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            layer.zero_grad()
+            loss = layer(x).loss
+            loss.backward()
+            losses.append((float(loss.detach()), float(layer.offset.grad)))
+    finally:
+        torch.set_num_threads(threads)
+    assert losses[0] == losses[1] == losses[2]

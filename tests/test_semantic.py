@@ -223,6 +223,10 @@ def test_json(tmp_path):
     assert list(json.loads((tmp_path / "a.json").read_text())) == ["x", "y", "z"]
     with pytest.raises(ValueError, match=r"^to_json: items must be 3 different names, got 1 different of 2\.$"):
         ids.to_json(tmp_path / "a.json", items=["x", "x"])
+    ids.to_json(tmp_path / "a.json", items=np.arange(7, 10))
+    assert list(json.loads((tmp_path / "a.json").read_text())) == ["7", "8", "9"]
+    with pytest.raises(ValueError, match="got 2 different of 3"):
+        ids.to_json(tmp_path / "a.json", items=[1, "1", 2])  # one name in JSON
 
 
 def test_parquet(tmp_path):

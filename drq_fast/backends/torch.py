@@ -323,11 +323,11 @@ def _key(h: Tensor, codebook: Tensor, s: Tensor) -> Tensor:
 
 
 def _encode_greedy(h: Tensor, codebook: Tensor, scale: Tensor) -> Tensor:
-    codes = torch.empty(len(h), len(scale), dtype=torch.int64, device=h.device)
-    for m, s in enumerate(scale.unbind()):
-        codes[:, m] = _key(h, codebook, s).argmin(dim=1)
-        h = h - s * codebook[codes[:, m]]
-    return codes
+    codes = []
+    for s in scale.unbind():
+        codes.append(_key(h, codebook, s).argmin(dim=1))
+        h = h - s * codebook[codes[-1]]
+    return torch.stack(codes, dim=1)
 
 
 def _encode_beam(h: Tensor, codebook: Tensor, scale: Tensor, beam: int, omega: Tensor | None) -> Tensor:

@@ -14,7 +14,7 @@ Table = TypeVar("Table")
 
 
 class Tables:
-    """Keeps tables that backends derive from an object, so the object must not outlive a change of its tensors."""
+    """Keeps tables that backends derive from an object's tensors; these must not change as long as it is used."""
 
     device: torch.device
     _tables: dict[Callable[[Any], Any], Any]
@@ -96,7 +96,7 @@ class Distortion(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """loss: a scalar; codes [N, M] int64."""
+    """loss, a scalar unless it was not reduced; codes [N, M] int64."""
 
     loss: Tensor
     codes: Tensor

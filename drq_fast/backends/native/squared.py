@@ -99,7 +99,7 @@ class _SquaredErrors(torch.autograd.Function):
             in_threads(pull, block.stop - block.start)
             native.group_codes(whole, pointer(starts), pointer(places))
             in_threads(add, K)
-        doffset = None if offset is None else dx.sum(dim=0).to(offset.dtype)
+        doffset = None if offset is None else dx.sum(dim=0, dtype=torch.float64).to(offset.dtype)
         of_scale = dscale.sum(dim=0, dtype=torch.float64).to(scale.dtype)
         return dx.mul_(-ctx.commitment).to(x.dtype), dcodebook.to(codebook.dtype), of_scale, doffset, None
 
