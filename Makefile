@@ -10,13 +10,18 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export PYTHONDONTWRITEBYTECODE = 1
 NATIVE := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/native/*.*)
 
-.PHONY: demo test test-all lint format bench bench-quick bench-publish gpu-check clean
+.PHONY: demo test fuzz test-all lint format bench bench-quick bench-publish gpu-check clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/digits.py
 
 test: $(VENV)/test
 	$(BIN)/python -m pytest -m "not slow"
+
+# Random attacks for so many seconds; see tests/fuzz.py.
+SECONDS ?= 60
+fuzz: $(VENV)/test
+	$(BIN)/python tests/fuzz.py --seconds $(SECONDS)
 
 test-all: $(VENV)/test
 	$(BIN)/python -m pytest

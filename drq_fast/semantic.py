@@ -192,7 +192,8 @@ class SemanticIds:
 
     def to_json(self, path: str | os.PathLike[str], items: Iterable[Any] | None = None) -> None:
         """Writes {item: tokens} as JSON; items [N]: names of the items, their positions by default."""
-        files.write_text(path, json.dumps(dict(zip(self._names("to_json", items), self.tokens(), strict=True))))
+        names = map(str, self._names("to_json", items))
+        files.write_text(path, json.dumps(dict(zip(names, self.tokens(), strict=True))))
 
     def to_parquet(self, path: str | os.PathLike[str], items: Iterable[Any] | None = None) -> None:
         """Writes a Parquet table with the columns item, codes and tokens; needs pyarrow."""
@@ -214,11 +215,11 @@ class SemanticIds:
             checks.fail(op, "rows", f"positions in 0..{len(self) - 1}", repr(rows))
         return self._codes[chosen]
 
-    def _names(self, op: str, items: Iterable[Any] | None) -> list[str]:
-        values = range(len(self)) if items is None else items.tolist() if hasattr(items, "tolist") else items
-        names = [str(name) for name in values]  # as JSON has them
-        if len(set(names)) != len(self) or len(names) != len(self):
-            checks.fail(op, "items", f"{len(self)} different names", f"{len(set(names))} different of {len(names)}")
+    def _names(self, op: str, items: Iterable[Any] | None) -> list[Any]:
+        names = list(range(len(self)) if items is None else items.tolist() if hasattr(items, "tolist") else items)
+        different = len({str(name) for name in names})  # as JSON has them
+        if different != len(self) or len(names) != len(self):
+            checks.fail(op, "items", f"{len(self)} different names", f"{different} different of {len(names)}")
         return names
 
     def save(self, path: str | os.PathLike[str]) -> None:
