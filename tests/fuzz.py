@@ -1,8 +1,8 @@
 """Random attacks on the library for a given time; a failure prints the attack and the seed that repeats it.
 
-    make fuzz SECONDS=1800
-    python tests/fuzz.py --seconds 60
-    python tests/fuzz.py --only files --seed 7 --cases 1
+make fuzz SECONDS=1800
+python tests/fuzz.py --seconds 60
+python tests/fuzz.py --only files --seed 7 --cases 1
 """
 
 from __future__ import annotations
@@ -32,7 +32,24 @@ from drq_fast.backends.native import extension
 from drq_fast.files import checksum, header_checksum
 
 METRICS = ("l2", "ip", "cosine")
-ODD: tuple[Any, ...] = (None, -1, 0, 1, 3, 10**400, 0.5, float("nan"), float("inf"), "x", b"", True, [], [[]], {}, object())
+ODD: tuple[Any, ...] = (
+    None,
+    -1,
+    0,
+    1,
+    3,
+    10**400,
+    0.5,
+    float("nan"),
+    float("inf"),
+    "x",
+    b"",
+    True,
+    [],
+    [[]],
+    {},
+    object(),
+)
 
 
 class Finding(Exception):
@@ -104,7 +121,9 @@ def forged(dice: random.Random, content: bytes) -> bytes:
     way = dice.randrange(4)
     name = dice.choice(sorted(set(header) - {"__metadata__"}))
     if way == 0 and config:
-        config[dice.choice(sorted(config))] = dice.choice((None, -1, 0, 1 << 62, 10**400, 1e308, "x", [], [1e30], {}, True))
+        config[dice.choice(sorted(config))] = dice.choice(
+            (None, -1, 0, 1 << 62, 10**400, 1e308, "x", [], [1e30], {}, True)
+        )
     elif way == 1:
         header[name]["shape"] = [dice.choice((0, 1, 7, 1 << 20, 1 << 40, -1)) for _ in header[name]["shape"]]
     elif way == 2:
@@ -115,7 +134,9 @@ def forged(dice: random.Random, content: bytes) -> bytes:
         for each, entry in header.items():
             if each != "__metadata__" and each in sums:
                 begin, end = entry["data_offsets"]
-                dtype = {"F32": np.float32, "I64": np.int64, "U8": np.uint8, "I16": np.int16, "BOOL": np.bool_}.get(entry["dtype"])
+                dtype = {"F32": np.float32, "I64": np.int64, "U8": np.uint8, "I16": np.int16, "BOOL": np.bool_}.get(
+                    entry["dtype"]
+                )
                 if dtype is not None:
                     array = np.frombuffer(bytes(data[begin:end]), dtype).reshape(entry["shape"])
                     sums[each] = checksum(torch.from_numpy(array.copy()))
@@ -151,7 +172,17 @@ def calls(dice: random.Random, folder: Path) -> int:
     index.add(x)
 
     def odd(usual: Any) -> Any:
-        tensors = (x[:, :1], x.double(), x.half(), x * float("nan"), x.numpy()[::-1], x.to_sparse(), codes, codes.long() - 9, x[0])
+        tensors = (
+            x[:, :1],
+            x.double(),
+            x.half(),
+            x * float("nan"),
+            x.numpy()[::-1],
+            x.to_sparse(),
+            codes,
+            codes.long() - 9,
+            x[0],
+        )
         return usual if dice.random() < 0.5 else dice.choice((*ODD, *tensors))
 
     targets: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = [
@@ -201,15 +232,21 @@ def differences(dice: random.Random, folder: Path) -> int:
     finally:
         os.environ.pop("DRQ_FAST_ISA") if before is None else os.environ.update(DRQ_FAST_ISA=before)
     codes, wide = index.codes[:, :levels].long(), [None if t is None else t.double() for t in codec.tensors()]
-    scores = functional.adc(query.double(), codes, wide[0], wide[1][:levels], offset=wide[2], metric=metric, backend="torch")
+    scores = functional.adc(
+        query.double(), codes, wide[0], wide[1][:levels], offset=wide[2], metric=metric, backend="torch"
+    )
     if keep is not None:
         scores[:, ~keep] = float("inf") if metric == "l2" else float("-inf")
     order = plain_torch.rank(scores, k, metric)
     best = plain_torch.pad_result(scores.gather(1, order), order, k, metric).scores
-    size = 1e-4 * (1 + query.double().square().sum(dim=1, keepdim=True)) * (1 + float(codec.codebook.abs().max()) ** 2) * 9
+    size = (
+        1e-4 * (1 + query.double().square().sum(dim=1, keepdim=True)) * (1 + float(codec.codebook.abs().max()) ** 2) * 9
+    )
     finite = best.isfinite() & found.scores.isfinite()
     require(bool((best.isfinite() == found.scores.isfinite()).all()), "search found another number of codes")
-    require(bool((((best - found.scores).abs() < size) | ~finite).all()), "search found other scores than the definition")
+    require(
+        bool((((best - found.scores).abs() < size) | ~finite).all()), "search found other scores than the definition"
+    )
     exact = x.double() - (0 if wide[2] is None else wide[2])
     for m in range(codec.levels):
         exact = exact - wide[1][m] * wide[0][errors.codes[:, m]]
@@ -320,7 +357,10 @@ def main() -> int:
                 cases[name] += attack(name, seed)
             except Exception:
                 findings += 1
-                print(f"\nFINDING: python tests/fuzz.py --only {name} --seed {seed} --cases 1\n{traceback.format_exc()}", flush=True)
+                print(
+                    f"\nFINDING: python tests/fuzz.py --only {name} --seed {seed} --cases 1\n{traceback.format_exc()}",
+                    flush=True,
+                )
             spent[name] += time.monotonic() - start
         seed += 1
     print(f"seeds {first} to {seed - 1}: {findings} findings")

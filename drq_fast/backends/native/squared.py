@@ -20,7 +20,9 @@ from .threads import in_threads
 if TYPE_CHECKING:
     from ... import _C
 
-_BLOCK = 1 << 23  # floats of pulls [n, M, D] that are kept at a time
+_BLOCK = (
+    1 << 21
+)  # floats of pulls [n, M, D] that are kept at a time; larger memory would be new, page by page, each time
 
 
 @torch.no_grad()
