@@ -20,9 +20,7 @@ from .threads import in_threads
 if TYPE_CHECKING:
     from ... import _C
 
-_BLOCK = (
-    1 << 21
-)  # floats of pulls [n, M, D] that are kept at a time; larger memory would be new, page by page, each time
+_BLOCK = 1 << 21  # floats of pulls [n, M, D] at a time: more would be new memory, and page faults, at every step
 
 
 @torch.no_grad()
