@@ -67,11 +67,6 @@ def of_sizes(figures: Iterable[Figure], group: str, sizes: dict[str, Any]) -> Fi
     return next((figure for figure in figures if figure.group == group and figure.sizes == sizes), None)
 
 
-def older(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Sizes as files have them that are older than fitted codes in searches and the squared loss in training."""
-    return {name: size for name, size in sizes.items() if name not in ("codes", "loss")}
-
-
 def origin(figures: Iterable[Figure]) -> str:
     """One line: processor, threads, versions, commits and days of the figures."""
     figures = list(figures)

@@ -25,7 +25,6 @@ from figures import (
     load,
     number,
     of_sizes,
-    older,
     origin,
     size_text,
 )
@@ -88,7 +87,7 @@ def headline(figures: list[Figure]) -> str:
     rows = ["| | ours / s | that is |", "| --- | --- | --- |"]
     shown = []
     for title, (group, sizes) in HEADLINE.items():
-        figure = of_sizes(figures, group, sizes) or of_sizes(figures, group, older(sizes))
+        figure = of_sizes(figures, group, sizes)
         if figure is None:
             continue
         shown.append(figure)

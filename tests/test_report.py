@@ -98,12 +98,11 @@ def test_what_is_too_wide_or_absent_shows_no_figure(module: Any, tmp_path: Path)
 
 
 def test_headline_has_at_most_four_rows(module: Any, tmp_path: Path) -> None:
-    """Search is shown on clustered codes and training by the default loss, or as older files have them."""
+    """Search is shown on clustered codes, and training by the default loss."""
     report, figures = module("report"), module("figures")
-    old = {name: size for name, size in figures.SEARCH.items() if name != "codes"}
     search = {
-        "old": old,
-        "new": figures.SEARCH,
+        "random": figures.SEARCH | {"codes": "random"},
+        "clustered": figures.SEARCH,
         "one": figures.SEARCH | {"Q": 1},
         "ip": figures.SEARCH | {"metric": "ip"},
     }
@@ -114,16 +113,13 @@ def test_headline_has_at_most_four_rows(module: Any, tmp_path: Path) -> None:
         text = report.headline(report.load(folder_of(tmp_path, figures)))
         return [line for line in text.splitlines() if line.startswith("| **")]
 
-    rows = headline(step=figure(), **found)
+    squared = figure(sizes=figures.TRAINING | {"loss": "squared"})
+    rows = headline(paper=figure(), step=squared, **found)
     assert len(rows) == 4
-    assert rows[0] == "| **Training step**: N 2,048, D 1,024, M 4, K 256 | 1.0 k vectors | 2 x a peer |"
+    assert rows[0] == "| **Training step**: N 2,048, D 1,024, M 4, K 256, loss squared | 1.0 k vectors | 2 x a peer |"
     assert all("metric l2, k 10, codes clustered" in row for row in rows[2:])
     assert "Q 256" in rows[2]
     assert "Q 1," in rows[3]
-    squared = figure(sizes=figures.TRAINING | {"loss": "squared"})
-    assert "K 256, loss squared |" in headline(step=figure(), default=squared)[0]
-    del found["new"]
-    assert "metric l2, k 10 |" in headline(**found)[1]
 
 
 def test_search_is_plotted_from_new_and_old_figures(module: Any, tmp_path: Path) -> None:
