@@ -140,6 +140,7 @@ class RecurrentQuantizer(nn.Module):
         checks.choice(op, "reduction", reduction, objective.REDUCTIONS[self.loss])
         L, lengths = checks.level_numbers(op, levels, self.levels, x.shape[:-1], x.device)
         counted = checks.row_mask(op, mask, x.shape[:-1], x.device)
+        reconstruct = checks.boolean(op, "reconstruct", reconstruct)
         if self.level_weights is not None and not any(self.level_weights[:L]):
             checks.fail(op, "level_weights", f"above 0 somewhere in the first {L} levels", self.level_weights)
         if counted is not None:
@@ -364,7 +365,7 @@ class RecurrentQuantizer(nn.Module):
         """
         self.require_initialised("revive")
         data, seed = self._data("revive", x), checks.seed("revive", seed)
-        below = checks.integer("revive", "below", below, 1)
+        below = checks.integer("revive", "below", below, 1, (1 << 63) - 1)
         if _distributed():
             dist.all_reduce(self._observed)
         before = self.codebook.detach().clone()
@@ -400,6 +401,7 @@ class RecurrentQuantizer(nn.Module):
                 for name, tensor in tensors.items():
                     checks.finite("load", name, tensor)
                 checks.gamma_value("load", layer.gamma)
+                layer.require_initialised("load")
             return layer.to(place).eval()
 
     def _config(self) -> dict[str, Any]:

@@ -215,6 +215,13 @@ def test_a_quantizer_file_with_an_impossible_gamma(tmp_path, gamma):
         RecurrentQuantizer.load(tmp_path / "a.drq")
 
 
+def test_a_quantizer_file_without_a_trained_layer(tmp_path):
+    make_layer(8).save(tmp_path / "a.drq")
+    rewrite(tmp_path / "a.drq", tensors={"_initialised": torch.tensor(False)})
+    with pytest.raises(FileError, match="the layer has not seen data yet"):
+        RecurrentQuantizer.load(tmp_path / "a.drq")
+
+
 @pytest.fixture
 def impatient():
     """A call that waits for ever fails after some seconds."""

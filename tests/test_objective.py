@@ -210,7 +210,9 @@ def test_large_codebooks_train():
         ),
         (lambda q, x: q.embed(torch.full((2, M), K)), r"embed: codes must be in 0..15, got values from 16 to 16\."),
         (lambda q, x: q.observe(torch.full((2, M), K)), r"observe: codes must be in 0..15, got values from 16 to 16\."),
-        (lambda q, x: q.revive(x, below=0), r"revive: below must be an integer of at least 1, got 0\."),
+        (lambda q, x: q.revive(x, below=0), r"revive: below must be an integer from 1 to 9223372036854775807, got 0\."),
+        (lambda q, x: q.revive(x, below=10**400), r"revive: below must be an integer from 1 to"),
+        (lambda q, x: q(x, reconstruct=x), r"reconstruct must be True or False, got"),
         (lambda q, x: q.encode(x, levels=0), r"encode: levels must be an integer from 1 to 3, got 0\."),
     ],
 )
