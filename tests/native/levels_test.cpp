@@ -1,4 +1,5 @@
-// Compares encoding and training of every instruction set with the portable code, bit by bit, on random cases.
+// Compares encoding, training and squared errors of every instruction set with the portable code, bit by bit, on random
+// cases.
 // Usage: levels_test FIRST_SEED COUNT.
 #include "levels.h"
 
@@ -39,7 +40,8 @@ const char* difference(const Result& a, const Result& b) {
   if (!same(a.codes8, b.codes8) || !same(a.codes32, b.codes32)) return "codes";
   if (!same(a.codes64, b.codes64)) return "codes of training";
   const char* const names[] = {"squared_norms", "residuals", "soft",        "product",     "dscores",      "dnorms",
-                               "dgram",         "ddiagonal", "hard errors", "soft errors", "joint errors", "delta"};
+                               "dgram",         "ddiagonal", "hard errors", "soft errors", "joint errors", "delta",
+                               "decoded",       "errors",    "pulls",       "dscale rows", "dcodebook"};
   for (size_t i = 0; i < a.floats.size(); ++i)
     if (!same(a.floats[i], b.floats[i])) return names[i];
   return same(a.doubles, b.doubles) ? nullptr : "dscale or the loss";
@@ -68,6 +70,11 @@ struct Case {
     for (int64_t m = M - 1; m-- > 0;) still_to_come[m] += still_to_come[m + 1];
     of = random.one_of({kLoss, kErrors, kDelta});
     for (int64_t i = 0; i < std::max(3 * N * M, N * P); ++i) upstream.push_back(random.normal());
+    for (int64_t i = 0; i < N * M; ++i) given.push_back(random.below(K));
+    unpadded.assign(codebook.begin(), codebook.begin() + K * D);
+    offset.resize(random.once_in(2) ? D : 0);
+    for (auto& each : offset) each = number();
+    cut = random.between(0, K);
   }
 
   void fill() {
@@ -94,6 +101,7 @@ struct Case {
     Result result;
     encode(isa, result);
     training(isa, result);
+    squared(isa, result);
     return result;
   }
 
@@ -102,7 +110,10 @@ struct Case {
   bool wide, gap;
   int64_t of;  // what gradients are given of
   float gamma;
+  int64_t cut;  // the codebook's gradients are added up in two parts
   std::vector<float> x, codebook, scale, scores, gram, diagonal, bias, omega, still_to_come, upstream;
+  std::vector<float> unpadded, offset;  // of squared errors: [K, D]; [D] or empty
+  std::vector<int64_t> given;           // [N, M]  their codes
 
  private:
   void encode(int isa, Result& result) const {
@@ -141,6 +152,25 @@ struct Case {
     drq::evaluate_cpu(job, isa);
     if (of == kDelta) job.product = nullptr;
     drq::backward_cpu(job, isa);
+  }
+
+  void squared(int isa, Result& result) const {
+    const size_t first = result.floats.size();
+    for (const int64_t size : {N * D, N * M, N * M * D, N * M, K * D}) result.floats.emplace_back(size);
+    auto* const floats = &result.floats[first];
+    drq::Squared job{};
+    job.x = x.data(), job.codebook = unpadded.data(), job.scale = scale.data(), job.codes = given.data();
+    job.offset = offset.empty() ? nullptr : offset.data(), job.derrors = upstream.data();
+    job.N = N, job.D = D, job.K = K, job.M = M;
+    job.decoded = floats[0].data(), job.errors = floats[1].data(), job.pulls = floats[2].data();
+    job.dscale = floats[3].data(), job.dcodebook = floats[4].data();
+    drq::decode_cpu(job, isa);
+    drq::squared_errors_cpu(job, isa);
+    drq::pulls_cpu(job, isa);
+    std::vector<int64_t> starts(K + 1), places(N * M);
+    drq::group_codes(job, starts.data(), places.data());
+    drq::add_pulls_cpu(job, starts.data(), places.data(), 0, cut, isa);
+    drq::add_pulls_cpu(job, starts.data(), places.data(), cut, K, isa);
   }
 };
 
