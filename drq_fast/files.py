@@ -79,7 +79,6 @@ def write(path: str | os.PathLike[str], kind: str, tensors: dict[str, Tensor], c
         "checksums": json.dumps({name: checksum(tensor) for name, tensor in tensors.items()}, sort_keys=True),
     }
     header["header"] = header_checksum(header)
-    remove_remains(target.parent)
     _replace(target, lambda temporary: _write_tensors(temporary, tensors, header))
 
 
@@ -176,7 +175,7 @@ def describing(path: str | os.PathLike[str], what: str) -> Iterator[None]:
     """A context in which errors about the contents of a file become a FileError."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+    except (LookupError, AttributeError, TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise FileError(f"load: {path} does not describe {what} ({error}).") from error
 
 
@@ -269,6 +268,7 @@ def _replace(target: Path, write: Callable[[Path], Any]) -> None:
             raise IsADirectoryError(errno.EISDIR, "it is a folder")
         if target.exists() and not target.is_file():
             raise OSError(errno.EINVAL, "it is not a regular file")
+        remove_remains(target.parent)
         with temporary_folder(target.parent) as folder:
             temporary = folder / "new"
             write(temporary)

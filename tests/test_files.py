@@ -7,12 +7,13 @@ import resource
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from drq_fast import FileError, Index, RecurrentQuantizer
+from drq_fast import FileError, Index, RecurrentQuantizer, files
 from drq_fast.files import checksum, header_checksum
 
 
@@ -255,3 +256,11 @@ def test_disk_full_while_saving_keeps_the_old_file(saved):
     assert path.read_bytes() == before
     assert [p.name for p in path.parent.iterdir()] == ["a.drq"]
     assert len(Index.load(path)) == 298
+
+
+@pytest.mark.parametrize("write", [files.write_text, lambda path, text: files.write_array(path, np.arange(3))])
+def test_every_write_removes_remains_of_killed_processes(tmp_path, write):
+    (tmp_path / ".drq_fast-0123456789abcdef.tmp").mkdir()
+    (tmp_path / ".drq_fast-0123456789abcdef.tmp/new").write_text("unfinished")
+    write(tmp_path / "a", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
