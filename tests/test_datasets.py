@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import zipfile
 
 import numpy as np
 import pytest
@@ -54,6 +55,12 @@ def test_cifar10_python(tmp_path):
     assert items.classes == tuple(NAMES)
     assert items.labels.float().argmax(dim=1).tolist() == label.flatten().tolist()
     assert torch.equal(items[[31]], torch.from_numpy(pixels.reshape(-1, 3, 32, 32)[[31]]))
+
+
+def test_cifar10_with_names_that_are_not_text(binary):
+    (binary / "batches.meta.txt").write_bytes(b"airplane\xff")
+    with pytest.raises(FileError, match=r"batches.meta.txt cannot be read \('utf-8' codec"):
+        datasets.cifar10(binary)
 
 
 def test_cifar10_that_is_not_right(binary, tmp_path_factory):
@@ -257,6 +264,14 @@ def test_labels_and_steps_that_are_not_right(tmp_path):
             datasets.features(tmp_path / "x.npz")
     with pytest.raises(FileError, match="at least one list of images is needed"):
         datasets.image_list([])
+
+
+def test_a_member_that_is_not_an_array(tmp_path):
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("x.npy", b"not an array")
+        archive.writestr("label.npy", b"not an array")
+    with pytest.raises(FileError, match=r"not a complete .npz file of numbers \(a member is not an array\)\.$"):
+        datasets.features(tmp_path / "x.npz")
 
 
 def test_word_vectors(tmp_path):

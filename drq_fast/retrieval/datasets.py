@@ -108,7 +108,7 @@ def cifar10(folder: Source) -> Images:
     if (root / f"{names[0]}.bin").exists():
         parts = [_binary_batch(root / f"{name}.bin") for name in names]
         listed = root / "batches.meta.txt"
-        classes = listed.read_text().split() if listed.exists() else []
+        classes = _text(listed).split() if listed.exists() else []
     elif (root / names[0]).exists():
         parts = [_python_batch(root / name) for name in names]
         listed = root / "batches.meta"
@@ -305,12 +305,8 @@ class _Line(NamedTuple):
 
 def _lines(number: int, file: Path) -> list[_Line]:
     """All non-empty lines."""
-    try:
-        text = file.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise FileError(f"datasets: {file} cannot be read ({error}).") from error
     lines = []
-    for place, line in enumerate(text.splitlines(), 1):
+    for place, line in enumerate(_text(file).splitlines(), 1):
         path, *fields = line.split() or [""]
         if not path:
             continue
@@ -323,6 +319,13 @@ def _lines(number: int, file: Path) -> list[_Line]:
     if not lines:
         raise FileError(f"datasets: {file} lists no images.")
     return lines
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"datasets: {file} cannot be read ({error}).") from error
 
 
 def _decode(path: Path, size: int) -> Tensor:
@@ -405,7 +408,10 @@ def _arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
     """The arrays with these names that an `.npz` file has."""
     try:
         with np.load(path, allow_pickle=False) as pack:
-            return {name: pack[name] for name in names if name in pack.files}
+            arrays = {name: pack[name] for name in names if name in pack.files}
+            if not all(isinstance(array, np.ndarray) for array in arrays.values()):
+                raise ValueError("a member is not an array")
+            return arrays
     except FileNotFoundError:
         raise FileNotFoundError(f"datasets: {path} is missing.") from None
     except Exception as error:  # zipfile and numpy raise many kinds of errors
