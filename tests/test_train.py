@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -16,7 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from drq_fast import files
 from drq_fast.files import FileError
+from drq_fast.retrieval import checkpoint
 from drq_fast.retrieval.augment import augment
 from drq_fast.retrieval.backbones import Precomputed
 from drq_fast.retrieval.datasets import FeatureArray, Images, one_hot, read_words
@@ -186,6 +189,54 @@ def test_numbers_of_numpy_become_pythons():
     assert [type(value) for value in (config.batch, config.seed, config.rate, config.detach)] == [int, int, float, bool]
     with pytest.raises(ValueError, match=r"^Config: rate must be a finite number of at least 0, got True\.$"):
         Config(rate=True)
+
+
+def test_every_checkpoint_leads_to_the_same_end(tmp_path, monkeypatch):
+    """Also the one after the last step of an epoch, before its losses are recorded."""
+    contents, save = [], checkpoint.save
+
+    def record(path, *arguments):
+        save(path, *arguments)
+        contents.append(path.read_bytes())
+
+    monkeypatch.setattr(checkpoint, "save", record)
+    config, whole = dataclasses.replace(SHORT, epochs=(1, 0, 1), batch=80), make_model()
+    history = train(whole, blobs(), config=config, folder=tmp_path)
+    monkeypatch.undo()
+    assert len(contents) == 5  # after each of 4 steps, and at the end
+    for content in contents:
+        (tmp_path / CHECKPOINT).write_bytes(content)
+        model = make_model()
+        found = train(model, blobs(), config=config, folder=tmp_path)
+        assert same(model, whole)
+        assert json.dumps(found) == json.dumps(history)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("position", None, r"a training \("),
+        ("run", [1], r"a training \("),
+        ("epoch", -(10**9), r"epoch must be an integer from 0 to 5, got -1000000000\."),
+        ("epoch", 4, r"history must be the losses of 4 epochs, got 5 entries\."),
+        ("step", 10**9, r"step must be an integer from 0 to 0, got 1000000000\."),
+        ("sums", [0.0, 0.0], r"a position in this training \("),
+        ("sums", [0.0, 0.0, float("nan")], r"history must be finite numbers, got nan\."),
+        ("history", [1] * 5, r"a position in this training \("),
+        ("x", 1, r"a position in this training \("),
+        ("optimiser.0.exp_avg", torch.zeros(3), r"the state of parameter 0 is incomplete"),
+        ("optimiser.99.step", torch.zeros(()), r"it has a state of parameter 99"),
+        ("optimiser.x", torch.zeros(()), r"a training \("),
+    ],
+)
+def test_a_forged_checkpoint_is_refused(tmp_path, name, value, message):
+    train(make_model(), blobs(), config=SHORT, folder=tmp_path)
+    tensors, config, _ = files.read(tmp_path / CHECKPOINT, "training")
+    part = tensors if isinstance(value, torch.Tensor) else config if name in config else config["position"]
+    part[name] = value
+    files.write(tmp_path / CHECKPOINT, "training", tensors, config)
+    with pytest.raises(FileError, match=rf"checkpoint.safetensors does not describe .*{message}"):
+        train(make_model(), blobs(), config=SHORT, folder=tmp_path)
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_kept(tmp_path):

@@ -38,9 +38,14 @@ def save(
 
 
 def restore(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run: dict[str, Any]) -> dict[str, Any]:
-    """Restores model and optimiser and returns the position; raises FileError for a checkpoint of another run."""
+    """Restores model and optimiser and returns the position, which the caller checks.
+
+    Raises FileError for a checkpoint of another run, and if its contents are not those of a checkpoint.
+    """
     tensors, stored, _ = files.read(path, "training")
-    found, wanted = _flat(stored.get("run", {})), _flat(json.loads(json.dumps(run)))
+    with files.describing(path, "a training"):
+        found, position = _flat(dict(stored["run"])), dict(stored["position"])
+    wanted = _flat(json.loads(json.dumps(run)))
     for name in wanted:
         if found.get(name) != wanted[name]:
             there, here = found.get(name), wanted[name]
@@ -50,14 +55,27 @@ def restore(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run:
     for name in sorted({*weights, *expected}):
         if name not in weights or name not in expected or weights[name].shape != expected[name].shape:
             raise files.FileError(f"train: {path} belongs to another model: it differs in {name!r}.")
+    with files.describing(path, "a training"):
+        state = _optimiser_state(tensors, [p for group in optimiser.param_groups for p in group["params"]])
     model.load_state_dict(weights)
+    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
+    return position
+
+
+def _optimiser_state(tensors: dict[str, Tensor], parameters: list[Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Adam's state by the number of the parameter; ValueError unless each is complete and has the right shapes."""
     state: dict[int, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         if name.startswith("optimiser."):
-            _, number, entry = name.split(".")
-            state.setdefault(int(number), {})[entry] = value
-    optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-    return stored["position"]
+            _, place, entry = name.split(".")
+            state.setdefault(int(place), {})[entry] = value
+    for number, entries in state.items():
+        if not 0 <= number < len(parameters):
+            raise ValueError(f"it has a state of parameter {number}")
+        shape = parameters[number].shape
+        if {name: t.shape for name, t in entries.items()} != {"step": (), "exp_avg": shape, "exp_avg_sq": shape}:
+            raise ValueError(f"the state of parameter {number} is incomplete")
+    return state
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from .. import checks
-from ..files import FileError, checksum
+from ..files import FileError, checksum, describing
 from . import checkpoint
 from .augment import augment
 from .backbones import Precomputed
@@ -70,6 +70,18 @@ class _Position:
     sums: list[float] = dataclasses.field(default_factory=lambda: [0.0, 0.0, 0.0])
     history: list[dict[str, float]] = dataclasses.field(default_factory=list)
 
+    def check(self, epochs: int, steps: int) -> None:
+        """Raises an error unless this is a position in a run of so many epochs, each of so many steps."""
+        self.epoch = checks.integer("train", "epoch", self.epoch, 0, epochs)
+        self.step = checks.integer("train", "step", self.step, 0, steps if self.epoch < epochs else 0)
+        means = [{"levels": 0, **Losses(*self.sums)._asdict()}, *self.history]
+        if len(self.history) != self.epoch or any(entry.keys() != means[0].keys() for entry in means):
+            checks.fail("train", "history", f"the losses of {self.epoch} epochs", f"{len(self.history)} entries")
+        for value in (value for entry in means for value in entry.values()):
+            if type(value) not in (int, float) or not math.isfinite(value):
+                checks.fail("train", "history", "finite numbers", repr(value))
+        self.history = [{name: entry[name] for name in means[0]} for entry in self.history]  # JSON has sorted the names
+
     def next_step(self, losses: Losses) -> None:
         """Counts a step and its losses."""
         self.step += 1
@@ -113,7 +125,7 @@ def train(
         total=run.total, initial=run.done, desc="train", unit="step", disable=None if run.ranks.rank == 0 else True
     )
     with bar, torch.random.fork_rng(devices):
-        while run.done < run.total:
+        while run.position.epoch < sum(config.epochs):  # also after a checkpoint between the last step and its record
             run.epoch(bar)
     model.eval()
     return run.position.history
@@ -141,7 +153,10 @@ class _Run:
         if path is not None:
             checkpoint.make_folder(path.parent)
         if path is not None and path.exists():
-            self.position = _Position(**checkpoint.restore(path, model, self.optimiser, self.settings()))
+            stored = checkpoint.restore(path, model, self.optimiser, self.settings())
+            with describing(path, "a position in this training"):
+                self.position = _Position(**stored)
+                self.position.check(sum(config.epochs), self.steps)
         elif isinstance(model.backbone, Precomputed):
             model.backbone.calibrate(items[rows[:: -(-len(rows) // (1 << 16))].tolist()].to(self.device))
 
