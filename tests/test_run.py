@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -193,3 +194,15 @@ def test_new_codes_leave_nothing_that_was_made_of_the_old(shell):
     shell.ok("encode", "run", "x.npy", "--beam", "8", "--force")
     assert not Path("run/index.drq").exists()
     assert not Path("run/metrics.json").exists()
+
+
+@pytest.mark.parametrize("source", [None, "x", [1], [{}], [{"path": 1}]])
+def test_codes_without_their_vectors_are_refused(shell, source):
+    run = shell.fitted()
+    made_by = json.loads(run.made_by.read_text())
+    run.made_by.write_text(json.dumps(made_by | {"source": source}))
+    said = shell.refused("evaluate", "run", "--queries", "q.npy")
+    assert "run/codes.json does not describe codes of vectors in files (" in said
+    del made_by["source"]
+    run.made_by.write_text(json.dumps(made_by))
+    assert "files ('source')." in shell.refused("evaluate", "run", "--queries", "q.npy")

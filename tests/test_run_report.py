@@ -322,3 +322,24 @@ def test_items_of_one_code_lie_around_it():
     assert len(np.unique(items.round(6), axis=0)) == 5
     np.testing.assert_allclose(items, place[copy], atol=1)
     np.testing.assert_array_equal(items[:2], place[[1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value", "message"),
+    [
+        ("metrics.json", "lengths", 3, "was not made from the codes"),
+        ("metrics.json", "lengths", [{}] * 3, "does not describe the metrics of a run ('bits')"),
+        ("metrics.json", "lengths", [1, 2, 3], "does not describe the metrics of a run ("),
+        ("metrics.json", "R", None, "metrics: all figures must be numbers, got None"),
+        ("metrics.json", "depths", [], "metrics: precision must be given at every depth, got 0 depths"),
+        ("metrics.json", "metric", "x", "metrics: metric must be "),
+        ("metrics.json", "queries", "x", "metrics: all figures must be numbers, got 'x'"),
+        ("history.json", "epochs", [{}], "does not describe the losses of a training ('levels')"),
+        ("history.json", "epochs", 1, "does not describe the losses of a training ("),
+        ("config.json", "protocol", [], "does not name a protocol"),
+    ],
+)
+def test_files_of_other_contents_are_refused(runs, capsys, name, key, value, message):
+    path = runs / "run" / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    assert message in refused(capsys, "report", runs / "run", "--points", 0)

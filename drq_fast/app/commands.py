@@ -241,7 +241,7 @@ def _by_labels(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace)
     if not run.codes.exists():
         run.encode(layer, database, beam=1, force=options.force)
     codes, made_by = run.load_codes()
-    if made_by["source"] != json.loads(json.dumps(database.identity())):
+    if made_by.get("source") != json.loads(json.dumps(database.identity())):
         raise FileError(f"run: {run.codes} are codes of other items than the database; encode again with --force.")
     query = experiment.features(database.model, experiment.split.query)
     run.claim(run.queries)
@@ -255,7 +255,9 @@ def _by_neighbours(run: Run, layer: RecurrentQuantizer, options: argparse.Namesp
     if options.queries is None:
         checks.fail("evaluate", "queries", "a file of vectors given by --queries for a fitted run", "none")
     codes, made_by = run.load_codes()
-    vectors = VectorFiles([file["path"] for file in made_by["source"]])
+    with files.describing(run.made_by, "codes of vectors in files"):
+        paths = [Path(file["path"]) for file in made_by["source"]]
+    vectors = VectorFiles(paths)
     if vectors.identity() != made_by["source"]:
         raise FileError("evaluate: the vectors have changed since they were encoded; encode again with --force.")
     queries = VectorFiles([options.queries])

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..codes import bits, packed_bytes
+from ..constants import METRICS
 from ..index import Index
 from ..quantizer import RecurrentQuantizer
 from ..retrieval import evaluate
@@ -16,6 +18,23 @@ from .vectors import VectorFiles
 
 DEPTHS = (1, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000)  # of the precision curve
 _SAMPLE = 1 << 14  # vectors that the error of a fitted run is measured on
+
+
+def check(metrics: dict[str, Any]) -> None:
+    """Raises an error unless this has what `by_labels` or `by_neighbours` return."""
+    labelled = metrics["kind"] == "labels"
+    rows, depths = [*metrics["lengths"], *([metrics["exact"]] if metrics.get("exact") else [])], metrics.get("depths")
+    numbers = [metrics["queries"], metrics["database"], metrics["R" if labelled else "k"], *(depths or [])]
+    numbers += [row["bits"] for row in metrics["lengths"]]  # exact search has none
+    numbers += [row[name] for row in rows for name in ("bytes", "mAP" if labelled else "recall", "error")]
+    if labelled:
+        numbers += [number for row in rows for name in ("precision", "precision_at_recall") for number in row[name]]
+        if depths is None or any(len(row["precision"]) != len(depths) for row in rows):
+            checks.fail("metrics", "precision", "given at every depth", f"{len(depths or [])} depths")
+    for number in numbers:
+        if type(number) not in (int, float):
+            checks.fail("metrics", "all figures", "numbers", repr(number))
+    checks.choice("metrics", "metric", metrics["metric"], METRICS)
 
 
 def by_labels(

@@ -19,6 +19,7 @@ from ..files import FileError
 from ..quantizer import RecurrentQuantizer
 from ..retrieval.experiment import Experiment
 from ..retrieval.settings import PROTOCOLS
+from . import metrics as measures
 from . import page
 from .run import Run
 
@@ -133,13 +134,20 @@ def _part(run: Run) -> Part:
     metrics = run.read_json(run.metrics, "evaluate")
     codes, made_by = run.load_codes()
     whole = metrics.get("kind") in ("labels", "neighbours") and metrics.get("database") == len(codes)
-    if not whole or len(metrics.get("lengths", ())) != layer.levels:
+    lengths = metrics.get("lengths")
+    if not whole or not isinstance(lengths, list) or len(lengths) != layer.levels:
         raise FileError(
             f"report: {run.metrics} was not made from the codes in {run.folder}; evaluate again with --force."
         )
+    with files.describing(run.metrics, "the metrics of a run"):
+        measures.check(metrics)
     name, ablation = run.folder.resolve().name, config.get("ablation", "none")
     name = name if ablation in ("none", name) else f"{name} ({ablation})"
     history = run.read_json(run.history, "train").get("epochs", []) if run.history.exists() else []
+    with files.describing(run.history, "the losses of a training"):
+        history = [{key: float(epoch[key]) for key in ("levels", "semantic", "triplet", "error")} for epoch in history]
+    if metrics["kind"] == "labels" and config.get("protocol") not in list(PROTOCOLS):
+        raise FileError(f"report: {run.config} does not name a protocol.")
     return Part(name, config, metrics, layer, codes, made_by.get("source"), history)
 
 
