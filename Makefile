@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export PYTHONDONTWRITEBYTECODE = 1
 NATIVE := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/native/*.*)
 
-.PHONY: demo test fuzz test-all lint format bench bench-quick bench-publish gpu-check clean
+.PHONY: demo test fuzz fuzz-parsers test-all lint format bench bench-quick bench-publish gpu-check clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/digits.py
@@ -22,6 +22,10 @@ test: $(VENV)/test
 SECONDS ?= 60
 fuzz: $(VENV)/test
 	$(BIN)/python tests/fuzz.py --seconds $(SECONDS)
+
+# Guided by coverage, with atheris: so many seconds for each parser.
+fuzz-parsers: $(VENV)/fuzz
+	for target in pickles texts; do $(BIN)/python tests/fuzz_parsers.py $$target --seconds $(SECONDS) || exit 1; done
 
 test-all: $(VENV)/test
 	$(BIN)/python -m pytest
@@ -65,6 +69,6 @@ $(VENV)/installed: $(SOURCES) | $(VENV)/bin/python
 	$(PIP) -e .
 	touch $@
 
-$(VENV)/demo $(VENV)/test $(VENV)/lint $(VENV)/bench: $(VENV)/%: $(VENV)/installed
+$(VENV)/demo $(VENV)/test $(VENV)/fuzz $(VENV)/lint $(VENV)/bench: $(VENV)/%: $(VENV)/installed
 	$(PIP) -e ".[$*]"
 	touch $@

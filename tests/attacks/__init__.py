@@ -1,0 +1,1 @@
+"""The attacks of fuzz.py, one module for each topic."""
