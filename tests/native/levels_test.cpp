@@ -74,6 +74,7 @@ struct Case {
     unpadded.assign(codebook.begin(), codebook.begin() + K * D);
     offset.resize(random.once_in(2) ? D : 0);
     for (auto& each : offset) each = number();
+    for (int64_t m = 0; m < M; ++m) factors.push_back(random.normal());
     cut = random.between(0, K);
   }
 
@@ -112,8 +113,9 @@ struct Case {
   float gamma;
   int64_t cut;  // the codebook's gradients are added up in two parts
   std::vector<float> x, codebook, scale, scores, gram, diagonal, bias, omega, still_to_come, upstream;
-  std::vector<float> unpadded, offset;  // of squared errors: [K, D]; [D] or empty
-  std::vector<int64_t> given;           // [N, M]  their codes
+  // Of squared errors: [K, D]; [D] or empty; [M], no powers of two, whose products would be exact.
+  std::vector<float> unpadded, offset, factors;
+  std::vector<int64_t> given;  // [N, M]  their codes
 
  private:
   void encode(int isa, Result& result) const {
@@ -159,7 +161,7 @@ struct Case {
     for (const int64_t size : {N * D, N * M, N * M * D, N * M, K * D}) result.floats.emplace_back(size);
     auto* const floats = &result.floats[first];
     drq::Squared job{};
-    job.x = x.data(), job.codebook = unpadded.data(), job.scale = scale.data(), job.codes = given.data();
+    job.x = x.data(), job.codebook = unpadded.data(), job.scale = factors.data(), job.codes = given.data();
     job.offset = offset.empty() ? nullptr : offset.data(), job.derrors = upstream.data();
     job.N = N, job.D = D, job.K = K, job.M = M;
     job.decoded = floats[0].data(), job.errors = floats[1].data(), job.pulls = floats[2].data();
