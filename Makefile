@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export PYTHONDONTWRITEBYTECODE = 1
 NATIVE := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/native/*.*)
 
-.PHONY: demo test fuzz test-all lint format bench bench-quick bench-publish gpu-check clean
+.PHONY: demo test fuzz soak test-all lint format bench bench-quick bench-publish gpu-check clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/digits.py
@@ -22,6 +22,10 @@ test: $(VENV)/test
 SECONDS ?= 60
 fuzz: $(VENV)/test
 	$(BIN)/python tests/fuzz.py --seconds $(SECONDS)
+
+# Eight threads on one index of a million vectors for so many seconds; see tests/soak.py.
+soak: $(VENV)/test
+	$(BIN)/python tests/soak.py --seconds $(SECONDS)
 
 test-all: $(VENV)/test
 	$(BIN)/python -m pytest
