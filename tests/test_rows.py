@@ -213,6 +213,17 @@ def test_copies_during_removals_are_whole():
         thread.join()
 
 
+def test_a_removal_after_the_state_was_taken_is_not_in_the_copy():
+    index = Index(LAYER)
+    index.add(X)
+    index.remove([0])
+    make, arguments, state = index.__reduce_ex__(4)[:3]
+    index.remove([1, 2, 3])
+    other = make(*arguments)
+    other.__setstate__(copy.deepcopy(state))
+    assert len(other) == len(other.ids) == len(other.codes) == 299
+
+
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))])
 def test_a_removal_waits_until_the_rows_are_copied(monkeypatch, take):
     index = Index(LAYER)
