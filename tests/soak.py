@@ -261,7 +261,7 @@ class Worker:
 
     def some_slots(self, count: int, living: bool) -> Tensor:
         """At most so many slots of one kind, in random order."""
-        slots = torch.randint(len(self.model.age), (4 * count,), generator=self.generator).unique()
+        slots = torch.randint(len(self.model.age), (16 * count,), generator=self.generator).unique()
         slots = slots[(self.model.age[slots] > 0) == living]
         return slots[torch.randperm(len(slots), generator=self.generator)][:count]
 
@@ -295,7 +295,7 @@ class Worker:
 
     def add(self) -> None:
         slots = self.some_slots(self.dice.choice((1, 1, 1, 10, 100)), living=False)
-        if len(slots) == 0 or self.model.living > self.soak.target + 500:
+        if self.model.living > self.soak.target + 500:
             return self.remove()
         x = self.soak.clusters.vectors(len(slots), self.generator)
         with self.model.change(slots[:0], slots, self.soak.codec.encode(x)):
@@ -304,8 +304,11 @@ class Worker:
 
     def remove(self) -> None:
         slots = self.some_slots(self.dice.choice((1, 1, 1, 10, 100)), living=True)
+        if self.model.living < self.soak.target - 500:
+            return self.add()
         with self.model.change(slots, slots[:0], self.model.codes[:0]):
             self.index.remove(self.model.ids(slots))
+        return None
 
     def upsert(self) -> None:
         slots = self.some_slots(self.dice.choice((1, 1, 1, 10)), living=True)
