@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export PYTHONDONTWRITEBYTECODE = 1
 NATIVE := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/native/*.*)
 
-.PHONY: demo test fuzz fuzz-parsers test-all lint format bench bench-quick bench-publish gpu-check clean
+.PHONY: demo test fuzz fuzz-parsers soak test-all lint format bench bench-quick bench-publish gpu-check clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/digits.py
@@ -26,6 +26,10 @@ fuzz: $(VENV)/test
 # Guided by coverage, with atheris: so many seconds for each parser.
 fuzz-parsers: $(VENV)/fuzz
 	for target in pickles texts; do $(BIN)/python tests/fuzz_parsers.py $$target --seconds $(SECONDS) || exit 1; done
+
+# Eight threads on one index of a million vectors for so many seconds; see tests/soak.py.
+soak: $(VENV)/test
+	$(BIN)/python tests/soak.py --seconds $(SECONDS)
 
 test-all: $(VENV)/test
 	$(BIN)/python -m pytest

@@ -231,26 +231,32 @@ def impatient():
     signal.alarm(0)
 
 
-@pytest.mark.parametrize("link", [False, True])
-def test_what_is_no_file_is_neither_read_nor_replaced(tmp_path, impatient, link):
-    index, node = Index(make_layer(8)), tmp_path / "fifo"
-    os.mkfifo(node)
-    path = node
-    if link:
-        path = tmp_path / "link"
-        path.symlink_to(node)
+@pytest.fixture(params=["fifo", "link"])
+def no_file(tmp_path, request) -> Path:
+    """A FIFO, or a link to it."""
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("fifo")
+    return tmp_path / request.param
+
+
+def test_what_is_no_file_is_not_read(no_file, impatient):
+    path = no_file
     for load in (Index.load, Codec.load, RecurrentQuantizer.load, lambda p: Index.load(p, mmap=True)):
         with pytest.raises(OSError, match=f"^load: {path} cannot be read: it is not a regular file\\.$"):
             load(path)
     with pytest.raises(OSError, match=f"^op: {path} cannot be read: it is not a regular file\\.$"):
         files.read_array("op", path)
+    with pytest.raises(OSError, match="/dev/zero cannot be read: it is not a regular file"):
+        Index.load("/dev/zero")
+
+
+def test_what_is_no_file_is_not_replaced(no_file, impatient):
+    index, path, kind = Index(make_layer(8)), no_file, no_file.lstat().st_mode
     for save in (index.save, index.codec.save, make_layer(8).save, lambda p: files.write_text(p, "text")):
         with pytest.raises(OSError, match=f"^save: {path} cannot be written: it is not a regular file\\.$"):
             save(path)
-    assert node.is_fifo()
-    assert path.is_symlink() == link
-    with pytest.raises(OSError, match="/dev/zero cannot be read: it is not a regular file"):
-        Index.load("/dev/zero")
+        assert path.is_fifo()
+        assert path.lstat().st_mode == kind
 
 
 def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path):
@@ -267,16 +273,17 @@ def test_a_link_is_replaced_and_what_it_points_to_stays(tmp_path):
 def test_remains_of_a_killed_save_are_removed_by_the_next(tmp_path):
     script = """
         import os, signal, sys, drq_fast.files as files
-        def killed(path, *_):
-            path.write_bytes(b"half")
-            os.kill(os.getpid(), signal.SIGKILL)
-        files._write_tensors = killed
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         files.write(sys.argv[1], "codec", {}, {})
     """
     command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "a.drq")]
     assert subprocess.run(command).returncode == -signal.SIGKILL
     remains = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert len(remains) == 1
+    saved(tmp_path / "a.drq", 8)
+    assert not remains[0].exists()
+    assert subprocess.run(command).returncode == -signal.SIGKILL
+    remains = [path for path in tmp_path.iterdir() if path.is_dir()]
     others = (".drq_fast-mine.tmp", ".0123456789abcdef.tmp", "drq_fast-0123456789abcdef.tmp")
     for name in others:  # none of our names
         (tmp_path / name).mkdir()

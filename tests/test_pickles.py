@@ -87,6 +87,16 @@ def test_everything_else_is_refused(content, tmp_path):
         datasets.cifar10(tmp_path)
 
 
+def test_labels_that_are_pointers_are_refused(tmp_path):
+    pointers = array_of(b"O8", b"(K\x03C\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00t", b"\x41" * 8)
+    data = pickle.dumps(np.zeros((1, 3072), np.uint8), 3)
+    batch = b"\x80\x03}(C\x04data" + data[2:-1] + b"C\x06labels" + pointers[2:-1] + b"u."
+    for name in (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"):
+        (tmp_path / name).write_bytes(batch)
+    with pytest.raises(FileError, match=r"data_batch_1 is not a batch of CIFAR-10"):
+        datasets.cifar10(tmp_path)
+
+
 def test_labels_of_labels_are_refused(tmp_path):
     labels: list = []
     for _ in range(60):

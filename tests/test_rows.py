@@ -7,6 +7,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -50,7 +51,9 @@ def test_replaced_rows_are_dropped():
 
 def stored_bytes(index: Index) -> int:
     """Of all tensors that grow with the index."""
-    tensors = [t for t in index._rows if isinstance(t, torch.Tensor)] + list(index._norms.values())
+    tensors = [t for t in index._rows if isinstance(t, torch.Tensor)] + [
+        known.values for known in index._norms.values()
+    ]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -80,6 +83,23 @@ def test_norms_follow_added_rows():
     a, b = index.search(X[:9], k=20), fresh.search(X[:9], k=20)
     assert torch.equal(a.scores, b.scores)
     assert torch.equal(a.ids, b.ids)
+
+
+def test_norms_have_room_that_copies_do_not_share():
+    index = Index(LAYER, metric="l2")
+    for first in range(0, 60, 20):
+        index.add(X[first : first + 20])
+        index.search(X[:1])
+    place = index._norms[3].values.data_ptr()
+    other = copy.deepcopy(index)
+    for each, rows in ((index, X[100:110]), (other, X[200:210])):
+        each.add(rows)
+        each.search(X[:1])
+    assert index._norms[3].values.data_ptr() == place  # 80 rows had room, so that nothing was copied
+    for each, rows in ((index, X[100:110]), (other, X[200:210])):
+        fresh = Index(LAYER, metric="l2")
+        fresh.add(torch.cat([X[:60], rows]))
+        assert torch.equal(each.search(X[:9], k=70).scores, fresh.search(X[:9], k=70).scores)
 
 
 def test_filters_by_own_ids():
@@ -193,6 +213,17 @@ def test_copies_during_removals_are_whole():
         thread.join()
 
 
+def test_a_removal_after_the_state_was_taken_is_not_in_the_copy():
+    index = Index(LAYER)
+    index.add(X)
+    index.remove([0])
+    make, arguments, state = index.__reduce_ex__(4)[:3]
+    index.remove([1, 2, 3])
+    other = make(*arguments)
+    other.__setstate__(copy.deepcopy(state))
+    assert len(other) == len(other.ids) == len(other.codes) == 299
+
+
 @pytest.mark.parametrize("take", [copy.copy, copy.deepcopy, lambda index: pickle.loads(pickle.dumps(index))])
 def test_a_removal_waits_until_the_rows_are_copied(monkeypatch, take):
     index = Index(LAYER)
@@ -211,6 +242,62 @@ def test_a_removal_waits_until_the_rows_are_copied(monkeypatch, take):
     thread.join()
     assert len(other) == len(other.ids) == len(other.codes) == 299
     assert len(index) == len(index.ids) == 296
+
+
+READS: dict[str, tuple[type, str, Callable[[Index], list[int]]]] = {
+    "ids": (Rows, "living", lambda index: index.ids.tolist()),
+    "codes": (Rows, "living", lambda index: index.codes.tolist()),
+    "save": (Rows, "living", lambda index: index.save("a.drq") or Index.load("a.drq").ids.tolist()),
+    "some": (
+        Index,
+        "_mask",
+        lambda index: index.search(X[:1], k=300, keep=range(300)).ids[0, :-1].sort().values.tolist(),
+    ),
+    "flags": (Index, "_mask", lambda index: index.search(X[:1], k=9, keep=torch.arange(300) < 3).ids.tolist()),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_changes_and_searches_do_not_wait_for_a_reader_of_all_rows(monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    index, (owner, step, read) = Index(LAYER), READS[name]
+    index.add(X)
+    index.remove([0])
+    expected = read(index)
+
+    def change() -> None:
+        index.remove([1, 2])
+        index.search(X[:1])
+        index.remove([3])
+        index.upsert(X[:2], [4, 0])
+
+    threads, usual = [threading.Thread(target=change, daemon=True)], getattr(owner, step)
+
+    def slowly(*given: Any) -> Any:
+        while threads:
+            thread = threads.pop()
+            thread.start()
+            thread.join(20)
+            assert not thread.is_alive()
+        return usual(*given)
+
+    monkeypatch.setattr(owner, step, slowly)
+    assert read(index) == expected  # as it was when the call began
+    assert index.ids.tolist() == [*range(5, 300), 4, 0]
+
+
+def test_a_search_does_not_wait_for_a_change_at_hand():
+    index = Index(LAYER)
+    index.add(X)
+    index.remove([7])
+    expected, found = index.search(X[:2]), []
+    thread = threading.Thread(target=lambda: found.append(index.search(X[:2])), daemon=True)
+    with index._lock:
+        thread.start()
+        thread.join(20)
+        assert torch.equal(found[0].ids, expected.ids)
+        index.remove(expected.ids[0, :1])  # by this thread, which holds the lock
+    assert expected.ids[0, 0] not in index.search(X[:2]).ids
 
 
 def test_metric_and_codec_are_read_only():

@@ -332,3 +332,57 @@ def test_threads_that_outlive_the_main_thread_compute(early):
     assert result.stderr == ""
     assert result.stdout.split() == (["main"] if early else []) + ["thread", "daemon", "atexit"]
     assert result.returncode == 0
+
+
+START = """
+import sys, threading
+import torch
+from drq_fast import RecurrentQuantizer
+from drq_fast.backends.native import threads
+
+x = torch.randn(64 * 40, 16)
+layer = RecurrentQuantizer(16, codewords=32, levels=2)
+torch.set_num_threads(1)
+layer.initialise(x)
+"""
+EVERY_NUMBER = """
+for number in range(1, 33):
+    torch.set_num_threads(number)
+    layer.encode(x)
+print(threading.active_count())
+"""
+CTRL_C = """
+def interrupted(after):
+    def trace(frame, event, _):
+        nonlocal after
+        if frame.f_code.co_filename != threads.__file__:
+            return None
+        after -= event == "line"
+        if after < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+    return trace
+
+for line in range(30):
+    torch.set_num_threads(2 + line)  # so that threads have to be started
+    sys.settrace(interrupted(line))
+    try:
+        layer.encode(x)
+    except KeyboardInterrupt:
+        print("interrupted")
+    finally:
+        sys.settrace(None)
+"""
+
+
+def test_every_number_of_threads_in_a_process_of_its_own():
+    """Through public calls alone: 1 + 2 + ... + 32 threads were left."""
+    done = subprocess.run([sys.executable, "-c", START + EVERY_NUMBER], capture_output=True, text=True, timeout=120)
+    assert int(done.stdout) < 40, done.stderr
+
+
+def test_a_process_ends_after_ctrl_c_while_threads_were_started():
+    done = subprocess.run([sys.executable, "-c", START + CTRL_C], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split().count("interrupted") > 10

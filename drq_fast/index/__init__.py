@@ -21,7 +21,7 @@ from ..codec import Array, Codec
 from ..quantizer import RecurrentQuantizer
 from . import file
 from .ids import MAX_ID, Places, checked_ids
-from .norms import Norms, extended_norms
+from .norms import Norms, copied_norms, extended_norms
 from .rows import Rows
 
 _QUERIES = 1 << 10  # queries between two updates of the progress bar, at least
@@ -80,11 +80,12 @@ class Index:
         self._make_lock()
         self._mapped = mapped
         self._places = Places()
-        self._alive_is_read = False  # a search may be reading rows.alive
+        self._alive_is_read = False  # somebody may be reading rows.alive without the lock
         self._set_rows(rows)
 
     def _make_lock(self) -> None:
-        self._lock = threading.RLock()  # held while rows change and while a search notes what it will scan
+        # Held while rows change and while a reader notes which rows it will read; never while all of them are read.
+        self._lock = threading.RLock()
         _indexes.add(self)
 
     def _set_rows(self, rows: Rows, known: Norms | None = None) -> None:
@@ -95,7 +96,9 @@ class Index:
         """
         self._rows: Rows
         self._norms: Norms
-        self._databases: dict[int, Database]  # length -> what a search without a filter of its own looks at
+        # length -> the rows, and what a search without a filter of its own looks at. Searches get it without the lock;
+        # whoever enters something has noted that marks are read.
+        self._databases: dict[int, tuple[Rows, Database]]
         mapped = self._mapped if self._mapped is not None and rows.codes is self._mapped.codes else None
         self.__dict__.update(_rows=rows, _norms=known or {}, _databases={}, _mapped=mapped)
 
@@ -106,7 +109,7 @@ class Index:
             return state | {
                 "_rows": self._in_memory("copy").copied(),
                 "_mapped": None,
-                "_norms": dict(self._norms),
+                "_norms": copied_norms(self._norms),
                 "_databases": {},
                 "_places": Places(),
             }
@@ -162,15 +165,13 @@ class Index:
     @property
     def ids(self) -> Tensor:
         """All ids in the index [len], oldest first."""
-        with self._lock:
-            codes, ids = self._rows.living()
-            return torch.arange(len(codes), device=self.device) if ids is None else ids.clone()
+        codes, ids = self._readable().living()
+        return torch.arange(len(codes), device=self.device) if ids is None else ids.clone()
 
     @property
     def codes(self) -> Tensor:
         """All codes in the index [len, levels], oldest first, uint8 for K <= 256, else int32."""
-        with self._lock:
-            return numbers(self._rows.living()[0].clone())
+        return numbers(self._readable().living()[0].clone())
 
     def encode(self, x: Array, beam: int = 1) -> Array:
         """x [N, dim] -> codes [N, levels], uint8 for K <= 256, else int32."""
@@ -252,8 +253,9 @@ class Index:
         The same contents give the same bytes. A symbolic link is replaced by the file; what it points to stays.
         """
         with self._lock:
-            self._verify("save")
-            rows = self._rows if self._rows.alive is None else self._rows.compacted()
+            mapped, rows = self._mapped, self._readable()
+        if mapped is not None:
+            mapped.verify("save", self.codewords)
         file.write(path, self.codec, self.metric, rows)
 
     @classmethod
@@ -278,12 +280,15 @@ class Index:
 
         Adding to such an index, copying it, compacting it after many removals or saving it verifies it too.
         """
-        with self._lock:
-            self._verify("verify")
+        mapped = self._mapped
+        if mapped is not None:
+            mapped.verify("verify", self.codewords)
 
-    def _verify(self, op: str) -> None:
-        if self._mapped is not None:
-            self._mapped.verify(op, self.codewords)
+    def _readable(self) -> Rows:
+        """The rows, to be read without the lock: removals from now on make marks of their own."""
+        with self._lock:
+            self._alive_is_read = True
+            return self._rows
 
     def _in_memory(self, op: str, more: int = 0) -> Rows:
         """The rows; if they are mapped, with a verified copy of the codes that has room for `more` rows."""
@@ -339,41 +344,47 @@ class Index:
 
     def _snapshot(self, length: int, keep: Any) -> tuple[Rows, Database]:
         """What a search reads: the rows, and their first `length` levels with norms and the rows to look at."""
+        known = self._databases.get(length) if keep is None else None
+        if known is not None:
+            return known
         with self._lock:
             if self._mapped is not None and self.codewords not in (256, 65536):  # not every number is a code
                 self._set_rows(self._in_memory("search"), self._norms)
-            rows = self._rows
-            if rows.alive is not None and keep is None:
-                self._alive_is_read = True
-            database = self._databases.get(length)
-            if database is None:
-                database = self._database(rows, length)
-            if keep is not None:
-                mask = self._mask(rows, keep)
-                database = Database(database.codes, self.codec, self.metric, database.norms, mask)
-            return rows, database
+            rows, database = self._databases.get(length) or self._database(self._readable(), length)
+            if keep is None:
+                return rows, database
+            flags, positions = self._wanted(rows, keep)
+        mask = self._mask(rows, flags, positions)
+        return rows, Database(database.codes, self.codec, self.metric, database.norms, mask)
 
-    def _database(self, rows: Rows, length: int) -> Database:
+    def _database(self, rows: Rows, length: int) -> tuple[Rows, Database]:
         """The rows that were not removed; kept for the next search."""
         codes, _, alive = rows.used()
         codes = codes[:, :length]
         norms = None if self.metric == "ip" else extended_norms(self._norms, codes, self.codec, self.metric)
-        database = self._databases[length] = Database(codes, self.codec, self.metric, norms, alive)
-        return database
+        known = self._databases[length] = rows, Database(codes, self.codec, self.metric, norms, alive)
+        return known
 
-    def _mask(self, rows: Rows, keep: Any) -> Tensor:
-        """The rows to look at [size] bool."""
-        _, stored, alive = rows.used()
+    def _wanted(self, rows: Rows, keep: Any) -> tuple[Tensor, Tensor | None]:
+        """The user's filter as a tensor, and the rows of its ids, -1 where there is none, unless it is a bool array."""
         with modes.plain(self.device):
             flags = checks.id_array("search", "keep", keep).to(self.device)
             if flags.dtype == torch.bool:
                 if len(flags) < rows.next_id:
                     checks.fail("search", "keep", f"[{rows.next_id}] or longer, one per id", checks.shape_of(flags))
+                return flags, None
+            flags = checks.integers("search", "keep", flags).to(torch.int64)
+            return flags, self._find(flags.clamp_min(0)).where(flags >= 0, -1)
+
+    def _mask(self, rows: Rows, flags: Tensor, positions: Tensor | None) -> Tensor:
+        """The rows to look at [size] bool."""
+        _, stored, alive = rows.used()
+        with modes.plain(self.device):
+            if positions is None:
                 mask = flags[: rows.size] if stored is None else flags[stored]
             else:
-                positions = self._find(checks.integers("search", "keep", flags).to(torch.int64).clamp_min(0))
                 mask = torch.zeros(rows.size, dtype=torch.bool, device=self.device)
-                mask.index_fill_(0, positions[(positions >= 0) & (flags >= 0)], True)
+                mask.index_fill_(0, positions[positions >= 0], True)
             return mask if alive is None else mask & alive
 
     def _scan(self, query: Tensor, k: int, database: Database) -> SearchResult:

@@ -2,23 +2,39 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .. import backends, modes
 from ..codec import Codec
+from .rows import with_room
 
-# length -> norms [n] of the first n rows. Never changed in place: a search may be reading it.
-Norms = dict[int, Tensor]
+
+class Known(NamedTuple):
+    """The norms of the first `size` rows, with room for more: a search that reads them does not look beyond."""
+
+    values: Tensor  # [>= size] float32
+    size: int
+
+
+Norms = dict[int, Known]  # by code length
 
 
 def extended_norms(known: Norms, codes: Tensor, codec: Codec, metric: str) -> Tensor:
     """The norms of all rows, codes [size, length]; computed for the new ones and kept in `known`."""
-    length = codes.shape[1]
-    norms = known.get(length)
-    if norms is None or norms.shape[0] < codes.shape[0]:
-        with modes.plain(codes.device):
-            column = backends.choose_for_norms(codes.device.type, codec)
-            before = torch.empty(0, dtype=torch.float32, device=codes.device) if norms is None else norms
-            norms = known[length] = torch.cat([before, column.squared_norms(codes[len(before) :], codec, metric)])
-    return norms
+    (size, length), device = codes.shape, codes.device
+    values, done = known.get(length) or Known(torch.empty(0, dtype=torch.float32, device=device), 0)
+    if done < size:
+        with modes.plain(device):
+            column = backends.choose_for_norms(device.type, codec)
+            values = with_room(values, done, size)
+            values[done:size] = column.squared_norms(codes[done:], codec, metric)
+            known[length] = Known(values, size)
+    return values[:size]
+
+
+def copied_norms(known: Norms) -> Norms:
+    """The same in memory of its own, without room for more."""
+    return {length: Known(values[:size].clone(), size) for length, (values, size) in known.items()}
