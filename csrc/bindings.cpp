@@ -184,6 +184,7 @@ void def_squared(py::module_& module) {
   attribute<&Squared::decoded>(type, "decoded");
   attribute<&Squared::errors>(type, "errors");
   attribute<&Squared::derrors>(type, "derrors");
+  attribute<&Squared::weights>(type, "weights");
   attribute<&Squared::pulls>(type, "pulls");
   attribute<&Squared::dscale>(type, "dscale");
   attribute<&Squared::dcodebook>(type, "dcodebook");
@@ -300,6 +301,7 @@ PYBIND11_MODULE(_C, module) {
   def_kernel(module, "decode_cpu", drq::decode_cpu);
   def_kernel(module, "squared_errors_cpu", drq::squared_errors_cpu);
   def_kernel(module, "pulls_cpu", drq::pulls_cpu);
+  def_kernel(module, "own_pulls_cpu", drq::own_pulls_cpu);
   module.def(
       "add_pulls_cpu",
       [](const drq::Squared& job, Address starts, Address places, int64_t begin, int64_t end, const std::string& isa) {

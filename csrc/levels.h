@@ -83,6 +83,7 @@ void backward_cpu(const Training& job, int isa);
 //   squared_errors  errors[n, m] = ||e_m||^2
 //   pulls           pulls[n, i] = sum over m >= i of -2 derrors[n, m] e_m, the gradient of scale[i] C[b_i];
 //                   dscale[n, i] = <C[b_i], pulls[n, i]>
+//   own_pulls       pulls[n, i] = weights[n, i] e_i; 0 where the weight is 0, whatever x holds
 //   add_pulls       dcodebook[k] += scale[i] pulls[n, i] over all (n, i) with code k in ascending order, for codewords
 //                   begin..end; group_codes() finds them
 struct Squared {
@@ -95,6 +96,7 @@ struct Squared {
   float* decoded;        // [N, D]
   float* errors;         // [N, M]
   const float* derrors;  // [N, M]
+  const float* weights;  // [N, M]
   float* pulls;          // [N, M, D]
   float* dscale;         // [N, M]
   float* dcodebook;      // [K, D]  added to
@@ -102,6 +104,7 @@ struct Squared {
 void decode_cpu(const Squared& job, int isa);
 void squared_errors_cpu(const Squared& job, int isa);
 void pulls_cpu(const Squared& job, int isa);
+void own_pulls_cpu(const Squared& job, int isa);
 void add_pulls_cpu(const Squared& job, const int64_t* starts, const int64_t* places, int64_t begin, int64_t end,
                    int isa);
 

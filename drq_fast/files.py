@@ -32,13 +32,21 @@ except ImportError:  # On Windows temporary folders are not locked, and remains 
     fcntl = None
 
 # Format version by kind of file; older versions can be read. Version 1 had BLAKE2b checksums of all bytes, version 2
-# has those of `checksum`. Version 3 of a quantizer names its loss.
-VERSIONS = {"codec": 2, "index": 2, "quantizer": 3, "semantic_ids": 2, "training": 2}
+# has those of `checksum`. Version 3 of a quantizer names its loss, version 4 how its codebook is trained.
+VERSIONS = {"codec": 2, "index": 2, "quantizer": 4, "semantic_ids": 2, "training": 2}
+
+
+def _name_update(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    config["update"] = "gradient"
+    if config.get("loss") == "paper":
+        config["commitment"] = None
+
 
 # (kind, version) -> a function that converts tensors and config of that version to the next, in place. A version
 # without an entry has the same contents as the next.
 MIGRATIONS: dict[tuple[str, int], Callable[[dict[str, Tensor], dict[str, Any]], None]] = {
     ("quantizer", 2): lambda tensors, config: config.update(loss="paper"),
+    ("quantizer", 3): _name_update,
 }
 
 # Names of temporary folders.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import backends, checks
-from .backends.types import Database, Distortion, Loss, Parameters, Quantized, SearchResult, SquaredErrors
+from .backends.types import CodewordSums, Database, Distortion, Loss, Parameters, Quantized, SearchResult, SquaredErrors
 
 __all__ = [
     "Distortion",
@@ -54,6 +54,12 @@ def squared_errors(
     codec = Parameters(codebook, scale, offset)
     column = backends.choose("squared_errors", x.device.type, backend, backends.cannot_encode(x, codec, 1))
     return column.squared_errors(x, codec, commitment)
+
+
+def codeword_sums_checked(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) -> CodewordSums:
+    """Residuals of x [N, D] and their weights [N, M], added up by codes [N, M]: see `backends.torch.codeword_sums`."""
+    column = backends.choose("codeword_sums", x.device.type, None, backends.cannot_compile(codec, x))
+    return column.codeword_sums(x, codes, codec, weights)
 
 
 def quantize(

@@ -26,22 +26,20 @@ class Batch(NamedTuple):
         return self.lengths is None and self.mask is None
 
 
-def squared(batch: Batch, codec: Parameters, commitment: float, omega: Sequence[float] | None, reduction: str) -> Loss:
+def squared(batch: Batch, errors: Tensor, omega: Sequence[float] | None, reduction: str) -> Tensor:
     """The mean of ||sg[x] - xhat_m||^2 / D + commitment * ||x - sg[xhat_m]||^2 / D over levels and vectors.
 
-    omega [M] weighs the levels; None counts all alike. reduction: "mean" gives a scalar, "row" the loss of each vector
-    [N], "level" that of each level [M], not weighted.
+    errors [N, M] are those of `functional.squared_errors`, not divided by D. omega [M] weighs the levels; None counts
+    all alike. reduction: "mean" gives a scalar, "row" the loss of each vector [N], "level" that of each level [M], not
+    weighted.
     """
-    found = functional.squared_errors(batch.x, *codec.tensors()[:2], offset=codec.offset, commitment=commitment)
-    errors = found.errors / batch.x.shape[1]
+    errors = errors / batch.x.shape[1]
     if reduction == "level":
-        counts = _level_weights(batch, None, errors).expand_as(errors)
-        return Loss(_sum(errors * counts) / _sum(counts).clamp_min(1), found.codes)
-    weights = _level_weights(batch, omega, errors)
+        counts = level_weights(batch, None, errors).expand_as(errors)
+        return _sum(errors * counts) / _sum(counts).clamp_min(1)
+    weights = level_weights(batch, omega, errors)
     total = weights.sum(dim=-1)
-    return Loss(
-        _reduced((errors * weights).sum(dim=1) / torch.where(total > 0, total, 1), batch, reduction), found.codes
-    )
+    return _reduced((errors * weights).sum(dim=1) / torch.where(total > 0, total, 1), batch, reduction)
 
 
 def paper(
@@ -59,8 +57,8 @@ def paper(
         options = {"weights": weights, "level_weights": omega, "joint": joint}
         return functional.loss(batch.x, codec.codebook, codec.scale, **given, **options)  # type: ignore[arg-type]
     errors = functional.distortion(batch.x, codec.codebook, codec.scale, **given)  # type: ignore[arg-type]
-    level_weights = _level_weights(batch, omega, errors.hard)
-    e_hard, e_soft = ((each * level_weights).sum(dim=1) for each in (errors.hard, errors.soft))
+    of_levels = level_weights(batch, omega, errors.hard)
+    e_hard, e_soft = ((each * of_levels).sum(dim=1) for each in (errors.hard, errors.soft))
     lengths = batch.lengths
     last = errors.joint[:, -1] if lengths is None else errors.joint.gather(1, lengths[:, None] - 1).squeeze(1)
     e_joint = (e_hard - e_soft).abs() if joint == "gap" else last
@@ -68,7 +66,7 @@ def paper(
     return Loss(_reduced(rows, batch, reduction), errors.codes)
 
 
-def _level_weights(batch: Batch, omega: Sequence[float] | None, errors: Tensor) -> Tensor:
+def level_weights(batch: Batch, omega: Sequence[float] | None, errors: Tensor) -> Tensor:
     """omega [M], or [N, M] with 0 for levels and vectors that do not count."""
     weights = errors.new_ones(errors.shape[1]) if omega is None else errors.new_tensor(omega)
     if batch.lengths is not None:

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from . import checks, files, functional, modes, objective
+from . import checks, files, functional, modes, objective, ranks
 from . import codec as codecs
 from . import fit as fitting
 from .backends.types import Parameters
 from .codec import Array, Codec
 from .codes import bits
+from .parameters import LayerParameters
 
 # gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). By
 # benchmarks/ablation_gamma.py, training with less than 4 pulls codewords together; more than 4 changes little.
 GAMMA_C = 4.0
+COMMITMENT = 0.25  # by default, as usual; docs/math.md has what other values give
 _FEW = 4  # vectors per codeword below which k-means finds little
 _MAX_LEVELS = 1 << 16  # that a file may claim
 
@@ -35,7 +35,7 @@ class QuantizerOutput(NamedTuple):
     loss: Tensor
 
 
-class RecurrentQuantizer(nn.Module):
+class RecurrentQuantizer(LayerParameters):
     """Quantizes vectors [..., dim] to codes [..., levels] in 0..codewords-1; any prefix of a code is a shorter code.
 
     loss: "squared" is the mean squared error after each level, with `commitment` times as much for x; "paper" has the
@@ -56,7 +56,8 @@ class RecurrentQuantizer(nn.Module):
         levels: int = 4,
         *,
         loss: str = "squared",
-        commitment: float = 1.0,
+        commitment: float | None = None,
+        update: str | None = None,
         scale: str = "shared",
         offset: bool = True,
         gamma: float | None = None,
@@ -66,15 +67,16 @@ class RecurrentQuantizer(nn.Module):
         init: str = "kmeans",
         gradient: str = "straight_through",
     ) -> None:
-        super().__init__()
         op = "RecurrentQuantizer"
-        self.dim = checks.integer(op, "dim", dim, 1)
-        self.codewords = checks.integer(op, "codewords", codewords, 2, checks.MAX_CODEWORDS)
-        self.levels = checks.integer(op, "levels", levels, 1)
+        dim = checks.integer(op, "dim", dim, 1)
+        codewords = checks.integer(op, "codewords", codewords, 2, checks.MAX_CODEWORDS)
+        levels = checks.integer(op, "levels", levels, 1)
         checks.choice(op, "loss", loss, ("squared", "paper"))
         checks.choice(op, "scale", scale, ("shared", "per_level"))
         checks.choice(op, "joint", joint, ("gap", "mse"))
         checks.choice(op, "init", init, ("kmeans", "random"))
+        if update is not None:
+            checks.choice(op, "update", update, ("ema", "gradient"))
         checks.choice(op, "gradient", gradient, ("straight_through", "soft"))
         offset = checks.boolean(op, "offset", offset)
         if gamma is not None:
@@ -82,18 +84,18 @@ class RecurrentQuantizer(nn.Module):
         if loss == "squared" and (weights is not None or joint != "gap"):
             name, value = ("joint", joint) if weights is None else ("weights", weights)
             checks.fail(op, name, 'left out unless loss="paper"', repr(value))
-        if loss == "paper" and commitment != 1:
+        if loss == "paper" and commitment is not None:
             checks.fail(op, "commitment", 'left out unless loss="squared"', repr(commitment))
+        if loss == "paper" and update == "ema":
+            checks.fail(op, "update", '"gradient" unless loss="squared"', repr(update))
+        update = update or ("ema" if loss == "squared" else "gradient")
+        super().__init__(dim, codewords, levels, free_scale=scale == "per_level", offset=offset, update=update)
         self.loss, self.joint, self.init, self.gradient = loss, joint, init, gradient
-        self.commitment = checks.commitment(op, commitment)
+        self.commitment = checks.commitment(op, COMMITMENT if commitment is None else commitment)
         self.weights = checks.weights(op, (1.0, 1.0, 1.0) if weights is None else weights)
         self.level_weights = checks.level_weights(op, level_weights, levels)
         self.fixed_gamma = None if gamma is None else float(gamma)
 
-        self.codebook = nn.Parameter(torch.randn(codewords, dim) / math.sqrt(dim))
-        self.w = nn.Parameter(torch.tensor(0.7)) if scale == "shared" else None
-        self.free_scale = nn.Parameter(0.7 ** torch.arange(1.0, levels)) if scale == "per_level" else None
-        self.offset = nn.Parameter(torch.zeros(dim)) if offset else None
         self.gamma: Tensor
         self.register_buffer("gamma", torch.tensor(1.0 if gamma is None else float(gamma)))
         # forward reads the Python bool; the buffer stores it in state_dict.
@@ -102,14 +104,6 @@ class RecurrentQuantizer(nn.Module):
         self.register_buffer("_initialised", torch.tensor(self.initialised))
         self._observed: Tensor  # how often each codeword was used in the codes given to `observe`
         self.register_buffer("_observed", torch.zeros(codewords, dtype=torch.int64))
-
-    @property
-    def scale(self) -> Tensor:
-        """The factor of each level, [levels]."""
-        if self.w is not None:
-            return self.w ** torch.arange(self.levels, device=self.w.device)
-        assert self.free_scale is not None
-        return torch.cat([self.free_scale.new_ones(1), self.free_scale])
 
     @property
     def bits(self) -> int:
@@ -147,11 +141,20 @@ class RecurrentQuantizer(nn.Module):
             flat = flat.masked_fill(~counted[:, None], 0)
         if not self.initialised:
             self._initialise_in_forward(flat if counted is None else flat[counted])
+        follows = self.follows()
+        if follows:
+            self.move()
         codec = Parameters(self.codebook, self.scale[:L], self.offset)
         omega = None if self.level_weights is None else self.level_weights[:L]
         batch = objective.Batch(flat, lengths, counted)
         if self.loss == "squared":
-            loss, chosen = objective.squared(batch, codec, self.commitment, omega, reduction)
+            found = functional.squared_errors(
+                flat, *codec.tensors()[:2], offset=self.offset, commitment=self.commitment
+            )
+            loss, chosen = objective.squared(batch, found.errors, omega, reduction), found.codes
+            if follows:
+                weights = objective.level_weights(batch, omega, found.errors).expand_as(found.errors)
+                self.follow(flat.detach(), found.codes, found.errors.detach() / (1 + self.commitment), codec, weights)
         else:
             loss, chosen = objective.paper(batch, codec, self.gamma, self.weights, omega, self.joint, reduction)
         codes = chosen if counted is None else torch.where(counted[:, None], chosen, -1)
@@ -224,7 +227,7 @@ class RecurrentQuantizer(nn.Module):
         result, so every rank must call it.
         """
         data, seed = self._data("initialise", x), checks.seed("initialise", seed)
-        self._on_rank_zero("initialise", lambda: self._initialise(data, seed))
+        ranks.on_rank_zero("initialise", self, lambda: self._initialise(data, seed))
         self.initialised = True
 
     def _initialise(self, x: Tensor, seed: int | None) -> None:
@@ -284,7 +287,7 @@ class RecurrentQuantizer(nn.Module):
             self._initialised.fill_(True)
             errors.copy_(errors.new_tensor(fitted.errors))
 
-        self._on_rank_zero("fit", update, errors)
+        ranks.on_rank_zero("fit", self, update, errors)
         self.initialised = True
         return tuple(errors.tolist())
 
@@ -308,6 +311,7 @@ class RecurrentQuantizer(nn.Module):
         for found in (fitted.codebook, fitted.scale, fitted.offset):
             if found is not None:
                 checks.finite(op, "the codec fitted to x", found, self.codebook.dtype)
+        self.forget()
         self.codebook.copy_(fitted.codebook)
         if self.w is not None:
             self.w.copy_(fitted.scale[min(1, self.levels - 1)])
@@ -366,10 +370,9 @@ class RecurrentQuantizer(nn.Module):
         self.require_initialised("revive")
         data, seed = self._data("revive", x), checks.seed("revive", seed)
         below = checks.integer("revive", "below", below, 1, (1 << 63) - 1)
-        if _distributed():
-            dist.all_reduce(self._observed)
+        self._observed.copy_(ranks.summed(self._observed)[0])
         before = self.codebook.detach().clone()
-        self._on_rank_zero("revive", lambda: self._revive(data, below, seed))
+        ranks.on_rank_zero("revive", self, lambda: self._revive(data, below, seed))
         return int((self.codebook != before).any(dim=1).sum())
 
     def _revive(self, x: Tensor, below: int, seed: int | None) -> None:
@@ -418,7 +421,8 @@ class RecurrentQuantizer(nn.Module):
             "init": self.init,
             "gradient": self.gradient,
             "loss": self.loss,
-            "commitment": self.commitment,
+            "commitment": self.commitment if self.loss == "squared" else None,
+            "update": self.update,
         }
 
     def extra_repr(self) -> str:
@@ -452,29 +456,6 @@ class RecurrentQuantizer(nn.Module):
         self.initialised = bool(self._initialised)
         if self.fixed_gamma is not None:
             self.fixed_gamma = float(self.gamma)
-
-    def _on_rank_zero(self, op: str, update: Callable[[], None], *others: Tensor) -> None:
-        """Runs `update` on rank 0 and broadcasts parameters, buffers and others; an error is raised on every rank."""
-        if not _distributed():
-            return update()
-        failure: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                update()
-            except Exception as error:
-                failure = error
-        reason = [None if failure is None else str(failure)]
-        dist.broadcast_object_list(reason, src=0, device=self.codebook.device)
-        if failure is not None:
-            raise failure
-        if reason[0] is not None:
-            raise RuntimeError(f"{op}: failed on rank 0: {reason[0]}")
-        for tensor in [*self.parameters(), *self.buffers(), *others]:
-            dist.broadcast(tensor.detach(), src=0)
-
-
-def _distributed() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _check_data(op: str, x: Tensor) -> None:

@@ -109,6 +109,40 @@ def squared_errors_backward_kernel(
     tl.store(doffset + n[:, None] * D + d[None, :], g, mask=inside)
 
 
+@triton.jit(do_not_specialize=["N"])
+def own_pulls_kernel(
+    x,
+    offset,
+    codebook,
+    scale,
+    codes,
+    weights,
+    pulls,
+    N,
+    D,
+    M,
+    HAS_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Math:     pulls_m = weights_m s_m e_m, and 0 where the weight is 0, whatever x holds
+    Tiling:   as squared_errors_kernel
+    Memory:   reads x once and one codeword tile per vector and level (from L2); writes pulls [N, M, D]
+    Numerics: float32, levels in order, products rounded before they are added (no FMA)
+    """
+    n = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)  # [COLUMNS]
+    live = n < N
+    inside = live[:, None] & (d < D)[None, :]
+    e = _centred(x, offset, n, d, D, inside, HAS_OFFSET)  # [ROWS, COLUMNS]
+    for m in range(M):
+        s = tl.load(scale + m).to(tl.float32)
+        e -= s * _chosen(codebook, codes, n * M + m, live, d, D, inside)
+        weight = tl.load(weights + n * M + m, mask=live, other=0.0)
+        pull = tl.where((weight == 0)[:, None], 0.0, s * (weight[:, None] * e))
+        tl.store(pulls + (n * M + m)[:, None] * D + d[None, :], pull, mask=inside)
+
+
 def squared_errors(x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, codes: Tensor) -> Tensor:
     """||x - xhat_m||^2 [N, M] of x [N, D] and codes [N, M], in float32."""
     (N, D), M = x.shape, len(scale)
@@ -168,8 +202,38 @@ def squared_errors_backward(
     return doffset, dcodebook, dscale.float()
 
 
+def codeword_sums(
+    x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, codes: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(sums [K, D], mass [K]) of weighted residuals by codeword, in float32 and in a fixed order."""
+    (N, D), (K, _), M = x.shape, codebook.shape, len(scale)
+    x, codebook, scale, codes, weights = (t.contiguous() for t in (x, codebook, scale, codes, weights.float()))
+    sums = torch.zeros(K, D, dtype=torch.float32, device=x.device)
+    blocks = list(parts(N, M * D))
+    pulls = sums.new_empty(blocks[0].stop, M, D)
+    for rows in blocks:
+        count = rows.stop - rows.start
+        own_pulls_kernel[_grid(count, D)](
+            x[rows],
+            x if offset is None else offset.contiguous(),
+            codebook,
+            scale,
+            codes[rows],
+            weights[rows],
+            pulls,
+            count,
+            D,
+            M,
+            HAS_OFFSET=offset is not None,
+            **settings(D),
+        )
+        sums += scatter(pulls[:count].view(-1, D), codes[rows].reshape(-1), K)
+    mass = scatter((weights * scale.float().square()).view(-1, 1), codes.view(-1), K)
+    return sums, mass[:, 0]
+
+
 def settings(D: int) -> dict[str, Any]:
-    """Compile-time settings of both kernels for D dimensions."""
+    """Compile-time settings of these kernels for D dimensions."""
     tiling = {"ROWS": 8, "COLUMNS": min(128, triton.next_power_of_2(D))}
     return tiling | {"num_warps": 4, "maxnreg": 80, "enable_fp_fusion": False}
 

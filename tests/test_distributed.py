@@ -21,9 +21,10 @@ WORLD = 2
 class Model(nn.Module):
     """A linear map and the layer; the loss is all that is returned, as in training by the loss alone."""
 
-    def __init__(self, loss: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.linear, self.layer = nn.Linear(6, 4), RecurrentQuantizer(4, 8, 3, loss=loss)
+        options = {"update": kind} if kind != "paper" else {"loss": kind}
+        self.linear, self.layer = nn.Linear(6, 4), RecurrentQuantizer(4, 8, 3, **options)
 
     def forward(self, x: torch.Tensor, levels: int) -> torch.Tensor:
         return self.layer(self.linear(x), levels=levels, reconstruct=False).loss
@@ -41,12 +42,12 @@ def train(model: nn.Module, rows: slice, steps: range) -> None:
         optimiser.step()
 
 
-def worker(rank: int, folder: str, loss: str) -> None:
+def worker(rank: int, folder: str, kind: str) -> None:
     torch.use_deterministic_algorithms(True)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD)
     torch.manual_seed(rank)  # DDP broadcasts rank 0's weights; the k-means start must not depend on the rank either
-    model = DistributedDataParallel(Model(loss))
+    model = DistributedDataParallel(Model(kind))
     rows = slice(32 * rank, 32 * rank + 32)
     assert not model.module.layer.initialised
     model(batch(0)[rows], 3)  # starts the layer, on rank 0 and from its rows
@@ -77,7 +78,7 @@ def worker(rank: int, folder: str, loss: str) -> None:
     os._exit(0)
 
 
-@pytest.fixture(scope="module", params=["squared", "paper"])
+@pytest.fixture(scope="module", params=["ema", "gradient", "paper"])
 def folder(request, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
     mp.spawn(worker, args=(str(folder), request.param), nprocs=WORLD)

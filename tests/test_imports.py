@@ -13,11 +13,11 @@ PACKAGE = ROOT / "drq_fast"
 # Each floor may import from the floors below it.
 FLOORS = [
     ["constants", "_C", "kernels"],
-    ["checks", "modes"],
+    ["checks", "modes", "ranks"],
     ["backends", "codes"],
     ["functional", "files"],
-    ["codec", "objective"],
-    ["fit", "unique"],
+    ["codec", "ema", "objective"],
+    ["fit", "parameters", "unique"],
     ["quantizer"],
     ["index", "semantic"],
     ["retrieval"],

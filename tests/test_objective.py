@@ -20,8 +20,9 @@ def data(N: int = 600, seed: int = 0) -> torch.Tensor:
 
 @pytest.fixture(params=["squared", "paper"])
 def layer(request) -> RecurrentQuantizer:
+    """With parameters for an optimiser; tests/test_ema.py has the other."""
     torch.manual_seed(0)
-    layer = RecurrentQuantizer(D, K, M, loss=request.param)
+    layer = RecurrentQuantizer(D, K, M, loss=request.param, update="gradient")
     layer.initialise(data())
     return layer
 
@@ -36,7 +37,7 @@ def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 
 
 def test_the_squared_loss_is_the_mean_over_levels_of_mean_squared_errors():
-    layer = RecurrentQuantizer(D, K, M, commitment=0.25)
+    layer = RecurrentQuantizer(D, K, M, commitment=0.25).eval()
     layer.initialise(data())
     x, codes = data(50), layer.encode(data(50))
     by_level = [(x - layer.decode(codes, levels=m)).square().mean() for m in (1, 2, 3)]
@@ -48,7 +49,7 @@ def test_the_squared_loss_is_the_mean_over_levels_of_mean_squared_errors():
 
 
 def test_the_squared_loss_trains_the_codec_and_pulls_x():
-    layer = RecurrentQuantizer(D, K, M)
+    layer = RecurrentQuantizer(D, K, M, update="gradient", commitment=1.0)
     layer.initialise(data())
     x = data(50).requires_grad_()
     layer(x, reconstruct=False).loss.backward()
@@ -152,7 +153,7 @@ def test_only_codewords_that_many_batches_did_not_use_are_revived(layer):
 
 def test_counts_are_part_of_the_state(layer):
     layer.observe(layer.encode(data(40)))
-    other = RecurrentQuantizer(D, K, M, loss=layer.loss)
+    other = RecurrentQuantizer(D, K, M, loss=layer.loss, update="gradient")
     other.load_state_dict(layer.state_dict())
     assert torch.equal(other._observed, layer._observed)
     old = {name: value for name, value in layer.state_dict().items() if name != "_observed"}
@@ -178,7 +179,7 @@ def test_few_vectors_for_many_codewords_warn():
 
 
 def test_large_codebooks_train():
-    layer = RecurrentQuantizer(4, 16384, 2, init="random", offset=False, gamma=1.0)
+    layer = RecurrentQuantizer(4, 16384, 2, init="random", offset=False, gamma=1.0, update="gradient")
     x = torch.randn(20, 4).requires_grad_()
     quantized, codes, loss = layer(x)
     (loss + quantized.sum()).backward()
@@ -204,6 +205,11 @@ def test_large_codebooks_train():
             lambda q, x: RecurrentQuantizer(3, loss="paper", commitment=2),
             r'commitment must be left out unless loss="sq',
         ),
+        (
+            lambda q, x: RecurrentQuantizer(3, loss="paper", update="ema"),
+            r"update must be \"gradient\" unless loss=\"squared\", got 'ema'\.",
+        ),
+        (lambda q, x: RecurrentQuantizer(3, update="sgd"), r"update must be one of 'ema', 'gradient', got 'sgd'\."),
         (
             lambda q, x: q.observe(torch.full((2, M), -7)),
             r"observe: codes must be in 0..15, got values from -7 to -7\.",
@@ -247,7 +253,7 @@ def test_vmap(layer):
 
 
 def test_the_squared_loss_does_not_depend_on_the_threads():
-    layer, losses, threads = RecurrentQuantizer(1, 4, 2), [], torch.get_num_threads()
+    layer, losses, threads = RecurrentQuantizer(1, 4, 2, update="gradient"), [], torch.get_num_threads()
     x = torch.randn(300_001, 1, generator=torch.Generator().manual_seed(0))
     layer.initialise(x[:1000], seed=0)
     try:

@@ -12,6 +12,7 @@ DRQ_DECLARE_COPIES(void, backward, const Training& job)
 DRQ_DECLARE_COPIES(void, decode, const Squared& job)
 DRQ_DECLARE_COPIES(void, squared_errors, const Squared& job)
 DRQ_DECLARE_COPIES(void, pulls, const Squared& job)
+DRQ_DECLARE_COPIES(void, own_pulls, const Squared& job)
 DRQ_DECLARE_COPIES(void, add_pulls, const Squared& job, const int64_t* starts, const int64_t* places, int64_t begin,
                    int64_t end)
 
@@ -37,6 +38,7 @@ void backward_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(backward, isa)
 void decode_cpu(const Squared& job, int isa) { DRQ_CHOOSE_COPY(decode, isa)(job); }
 void squared_errors_cpu(const Squared& job, int isa) { DRQ_CHOOSE_COPY(squared_errors, isa)(job); }
 void pulls_cpu(const Squared& job, int isa) { DRQ_CHOOSE_COPY(pulls, isa)(job); }
+void own_pulls_cpu(const Squared& job, int isa) { DRQ_CHOOSE_COPY(own_pulls, isa)(job); }
 void add_pulls_cpu(const Squared& job, const int64_t* starts, const int64_t* places, int64_t begin, int64_t end,
                    int isa) {
   DRQ_CHOOSE_COPY(add_pulls, isa)(job, starts, places, begin, end);

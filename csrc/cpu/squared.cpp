@@ -61,6 +61,21 @@ void pulls(const Squared& job) {
   }
 }
 
+void own_pulls(const Squared& job) {
+  Buffer<float> residual(job.D);
+  for (int64_t n = 0; n < job.N; ++n) {
+    const float* from = job.x + n * job.D;
+    for (int64_t m = 0; m < job.M; ++m) {
+      const int64_t place = n * job.M + m;
+      const float weight = job.weights[place];
+      float* const pull = job.pulls + place * job.D;
+      add_scaled(from, -job.scale[m], job.codebook + job.codes[place] * job.D, job.D, residual.data);
+      for (int64_t d = 0; d < job.D; ++d) pull[d] = weight == 0 ? 0 : weight * residual.data[d];
+      from = residual.data;
+    }
+  }
+}
+
 void add_pulls(const Squared& job, const int64_t* starts, const int64_t* places, int64_t begin, int64_t end) {
   for (int64_t k = begin; k < end; ++k)
     for (int64_t i = starts[k]; i < starts[k + 1]; ++i) {

@@ -26,12 +26,13 @@ from .native import extension
 from .types import Parameters
 
 BACKENDS = ("torch", "native", "triton")
-OPERATIONS = ("squared_errors", "quantize", "distortion", "loss", "encode", "decode", "adc", "search", "squared_norms")
+_TRAINING = ("squared_errors", "codeword_sums", "quantize", "distortion", "loss")
+OPERATIONS = (*_TRAINING, "encode", "decode", "adc", "search", "squared_norms")
 
 # (operation, device type) -> the backend that is faster than plain torch.
 FASTER: dict[tuple[str, str], str] = {
     **{(op, "cpu"): "native" for op in OPERATIONS},
-    **{(op, "cuda"): "triton" for op in ("squared_errors", "quantize", "distortion", "loss", "encode", "decode")},
+    **{(op, "cuda"): "triton" for op in (*_TRAINING, "encode", "decode")},
     **{(op, "cuda"): "native" for op in ("adc", "search")},
 }
 

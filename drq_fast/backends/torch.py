@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .types import Database, Distortion, Loss, Parameters, Quantized, SearchResult, SquaredErrors
+from .types import CodewordSums, Database, Distortion, Loss, Parameters, Quantized, SearchResult, SquaredErrors
 
 _MAX_SCORES = 1 << 22  # numbers that encoding or a search holds at a time
 _MAX_GRAM = 8192  # codewords up to which their inner products K x K are formed
@@ -108,6 +108,30 @@ def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredEr
             of_x = (x - x_hat.detach()).square().sum(dim=1)
             errors.append(of_codec + commitment * of_x)
         return SquaredErrors(torch.stack(errors, dim=1), codes)
+
+
+@torch.no_grad()
+def codeword_sums(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) -> CodewordSums:
+    """What a step of k-means adds up for each codeword, over the places (n, m) of codes [N, M] that have it.
+
+    sums[k] = sum of weights[n, m] scale[m] h_{m+1}, the residual after level m, and mass[k] = sum of weights[n, m]
+    scale[m]^2: codebook + sums / mass minimises the weighted sum of ||h_m - scale[m] C[b_m]||^2, given h. Vectors of x
+    [N, D] whose weights [N, M] are 0 may hold anything.
+    """
+    with torch.autocast(x.device.type, enabled=False):
+        x, codebook, scale, offset, weights = _wide(x, *codec.tensors(), weights)
+        h, sums = x if offset is None else x - offset, torch.zeros_like(codebook)
+        for m, s in enumerate(scale.unbind()):
+            h = h - s * codebook[codes[:, m]]
+            pulls = (s * weights[:, m, None]) * h
+            sums = sums.index_add(0, codes[:, m], torch.where(weights[:, m, None] == 0, 0, pulls))
+        return CodewordSums(sums, codeword_mass(codes, scale, weights, len(codebook)))
+
+
+def codeword_mass(codes: Tensor, scale: Tensor, weights: Tensor, K: int) -> Tensor:
+    """[K]: weights[n, m] scale[m]^2 added up by codes [N, M]."""
+    mass = scale.new_zeros(K, dtype=torch.float64)
+    return mass.index_add(0, codes.flatten(), (weights * scale.square()).flatten().double()).to(scale.dtype)
 
 
 def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Tensor:

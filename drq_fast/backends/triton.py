@@ -18,7 +18,7 @@ from ..kernels import quantize as quantizing
 from ..kernels import squared
 from . import torch as definition
 from .gradients import centred, like_inputs, refuse_second_derivatives
-from .types import Distortion, Loss, Parameters, Quantized, SquaredErrors
+from .types import CodewordSums, Distortion, Loss, Parameters, Quantized, SquaredErrors
 
 
 def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
@@ -54,6 +54,13 @@ def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredEr
     """The squared errors of x [N, D] after each level: see `backends.torch.squared_errors`; differentiable once."""
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
         return SquaredErrors(*_SquaredErrors.apply(x, *codec.tensors(), commitment, _precision("squared_errors")))
+
+
+@torch.no_grad()
+def codeword_sums(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) -> CodewordSums:
+    """What a step of k-means adds up for each codeword: see `backends.torch.codeword_sums`; not differentiable."""
+    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        return CodewordSums(*squared.codeword_sums(x, *codec.tensors(), codes, weights))
 
 
 @torch.no_grad()

@@ -109,6 +109,13 @@ class SquaredErrors(NamedTuple):
     codes: Tensor
 
 
+class CodewordSums(NamedTuple):
+    """sums [K, D] of weighted residuals and mass [K], their weights, by codeword."""
+
+    sums: Tensor
+    mass: Tensor
+
+
 class SearchResult(NamedTuple):
     """scores [Q, k], best first, and positions [Q, k] int64: rows of the codes, -1 where there were fewer than k."""
 

@@ -7,11 +7,12 @@ from .extension import why_not
 from .loss import loss
 from .quantize import quantize
 from .search import adc, search, squared_norms
-from .squared import decode, squared_errors
+from .squared import codeword_sums, decode, squared_errors
 
 __all__ = [
     "adc",
     "block_sums",
+    "codeword_sums",
     "decode",
     "distortion",
     "encode",

@@ -6,19 +6,23 @@ number of threads.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from .. import torch as definition
 from ..gradients import centred, graphless, refuse_second_derivatives
-from ..types import Parameters, SquaredErrors
+from ..types import CodewordSums, Parameters, SquaredErrors
 from .encode import encode
 from .extension import floats, instruction_set, native, pointer
 from .threads import in_threads
 
 if TYPE_CHECKING:
     from ... import _C
+
+_Dense: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # codebook, scale, offset
 
 _BLOCK = 1 << 21  # floats of pulls [n, M, D] at a time: more would be new memory, and page faults, at every step
 
@@ -74,37 +78,71 @@ class _SquaredErrors(torch.autograd.Function):
         refuse_second_derivatives("squared_errors", "native")
         x, codebook, scale, offset, codes = ctx.saved_tensors
         dense, isa = _dense(Parameters(codebook, scale, offset)), instruction_set()
-        (K, D), (N, M) = codebook.shape, codes.shape
-        dx, dscale, dcodebook = floats(N, D), floats(N, M), floats(K, D).zero_()
-        derrors, step = derrors.float().contiguous(), max(1, _BLOCK // (M * D))
-        starts, pulls = torch.empty(K + 1, dtype=torch.int64, device="cpu"), floats(min(step, N), M, D)
-        native.large_pages(pointer(pulls), pulls.nbytes)
-        for first in range(0, N, step):
-            block = slice(first, min(first + step, N))
-            whole = _job(None, codes[block], *dense)
-            places = torch.empty_like(codes[block])
-            whole.pulls, whole.dcodebook = pointer(pulls), pointer(dcodebook)
+        dx, dscale = floats(len(x), codebook.shape[1]), floats(*codes.shape)
+        derrors = derrors.float().contiguous()
 
-            def pull(_: int, rows: slice, first: int = first) -> None:
-                here = slice(first + rows.start, first + rows.stop)
-                h = centred(x[here], offset)
-                job = _job(h, codes[here], *dense)
-                job.derrors, job.pulls, job.dscale = pointer(derrors[here]), pointer(pulls[rows]), pointer(dscale[here])
-                native.pulls_cpu(job, isa)
-                dx[here] = pulls[rows, 0]
+        def pull(rows: slice, pulls: Tensor) -> None:
+            h = centred(x[rows], offset)
+            job = _job(h, codes[rows], *dense)
+            job.derrors, job.pulls, job.dscale = pointer(derrors[rows]), pointer(pulls), pointer(dscale[rows])
+            native.pulls_cpu(job, isa)
+            dx[rows] = pulls[:, 0]
 
-            def add(_: int, words: slice, job: _C.Squared = whole, places: Tensor = places) -> None:
-                native.add_pulls_cpu(job, pointer(starts), pointer(places), words.start, words.stop, isa)
-
-            in_threads(pull, block.stop - block.start)
-            native.group_codes(whole, pointer(starts), pointer(places))
-            in_threads(add, K)
+        of_codebook = _summed_by_codeword(codes, dense, pull, wanted=ctx.needs_input_grad[1])
+        dcodebook = None if of_codebook is None else of_codebook.to(codebook.dtype)
         doffset = None if offset is None else dx.sum(dim=0, dtype=torch.float64).to(offset.dtype)
         of_scale = dscale.sum(dim=0, dtype=torch.float64).to(scale.dtype)
-        return dx.mul_(-ctx.commitment).to(x.dtype), dcodebook.to(codebook.dtype), of_scale, doffset, None
+        return dx.mul_(-ctx.commitment).to(x.dtype), dcodebook, of_scale, doffset, None
 
 
-def _dense(codec: Parameters) -> tuple[Tensor, Tensor, Tensor | None]:
+@torch.no_grad()
+def codeword_sums(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) -> CodewordSums:
+    """What a step of k-means adds up for each codeword: see `backends.torch.codeword_sums`; not differentiable."""
+    dense, isa = _dense(codec), instruction_set()
+    codes, weights = codes.contiguous(), weights.float().contiguous()
+
+    def pull(rows: slice, pulls: Tensor) -> None:
+        h = centred(x[rows], codec.offset)
+        job = _job(h, codes[rows], *dense)
+        job.weights, job.pulls = pointer(weights[rows]), pointer(pulls)
+        native.own_pulls_cpu(job, isa)
+
+    sums = _summed_by_codeword(codes, dense, pull)
+    assert sums is not None
+    return CodewordSums(sums, definition.codeword_mass(codes, dense[1], weights, len(sums)))
+
+
+def _summed_by_codeword(
+    codes: Tensor, dense: _Dense, pull: Callable[[slice, Tensor], None], wanted: bool = True
+) -> Tensor | None:
+    """[K, D]: scale[m] pulls[n, m] added up by codes [N, M], in the order of the rows; None if it is not wanted.
+
+    pull(rows, pulls) writes pulls [n, M, D] of these rows.
+    """
+    (K, D), (N, M), isa = dense[0].shape, codes.shape, instruction_set()
+    step, sums = max(1, _BLOCK // (M * D)), floats(K, D).zero_() if wanted else None
+    starts, pulls = torch.empty(K + 1, dtype=torch.int64, device="cpu"), floats(min(step, N), M, D)
+    native.large_pages(pointer(pulls), pulls.nbytes)
+    for first in range(0, N, step):
+        block = slice(first, min(first + step, N))
+
+        def work(_: int, rows: slice, first: int = first) -> None:
+            pull(slice(first + rows.start, first + rows.stop), pulls[rows])
+
+        in_threads(work, block.stop - block.start)
+        if sums is not None:
+            job, places = _job(None, codes[block], *dense), torch.empty_like(codes[block])
+            job.pulls, job.dcodebook = pointer(pulls), pointer(sums)
+
+            def add(_: int, words: slice, job: _C.Squared = job, places: Tensor = places) -> None:
+                native.add_pulls_cpu(job, pointer(starts), pointer(places), words.start, words.stop, isa)
+
+            native.group_codes(job, pointer(starts), pointer(places))
+            in_threads(add, K)
+    return sums
+
+
+def _dense(codec: Parameters) -> _Dense:
     """(codebook, scale, offset), float32 and contiguous."""
     codebook, scale, offset = codec.tensors()
     return (

@@ -1,0 +1,262 @@
+"""Codebook, scale and offset that follow x: sums by codeword on every backend, the change by hand, the layer."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from drq_fast import RecurrentQuantizer, ema, functional
+from drq_fast.backends import native, plain_torch
+from drq_fast.backends.native import extension
+from drq_fast.backends.types import Parameters
+
+needs_native = pytest.mark.skipif(extension.native is None, reason="the extension is not built")
+D, K, M = 6, 16, 3
+
+
+def data(N: int = 600, seed: int = 0) -> Tensor:
+    mix = torch.randn(D, D, generator=torch.Generator().manual_seed(9))
+    return torch.randn(N, D, generator=torch.Generator().manual_seed(seed)) @ mix + 3
+
+
+def started(**options) -> RecurrentQuantizer:
+    layer = RecurrentQuantizer(D, K, M, **options)
+    layer.initialise(data(), seed=0)
+    return layer
+
+
+def by_hand() -> tuple[Tensor, Tensor, Parameters]:
+    """x = 5, codewords 0 and 2, scales 1 and 1/2, offset 1: h is 4, 2, 1."""
+    codec = Parameters(torch.tensor([[0.0], [2.0]]), torch.tensor([1.0, 0.5]), torch.tensor([1.0]))
+    return torch.tensor([[5.0]]), torch.tensor([[1, 1]]), codec
+
+
+def test_sums_by_hand():
+    x, codes, codec = by_hand()
+    sums, mass = plain_torch.codeword_sums(x, codes, codec, torch.ones(1, 2))
+    assert sums.tolist() == [[0.0], [1 * 2 + 0.5 * 1]]
+    assert mass.tolist() == [0.0, 1 + 0.25]
+    # 2 + 2.5 / 1.25 = 4 is what both levels would like: 1 * 4 = h_0 and 0.5 * 4 = h_1.
+
+
+@needs_native
+@pytest.mark.parametrize("isa", extension.supported_isas())
+@pytest.mark.parametrize("shape", [(0, 3, 4, 2), (1, 1, 2, 1), (300, 17, 33, 4), (130, 64, 256, 9), (7, 40, 1100, 3)])
+def test_native_sums_agree_with_the_definition(codec, monkeypatch, isa, shape):
+    monkeypatch.setenv("DRQ_FAST_ISA", isa)
+    monkeypatch.setattr(native.squared, "_BLOCK", 4000)  # several blocks
+    x, *parameters = codec(*shape)
+    parameters = Parameters(*parameters)
+    codes = functional.encode_checked(x, parameters, 1, None).long()
+    weights = torch.rand(codes.shape, generator=torch.Generator().manual_seed(1))
+    weights[1::5] = 0
+    x[1::5] = float("nan")
+    found = native.codeword_sums(x, codes, parameters, weights)
+    wide = Parameters(*(t.double() for t in parameters.tensors()))
+    expected = plain_torch.codeword_sums(x.double(), codes, wide, weights.double())
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
+
+
+@needs_native
+def test_native_sums_depend_neither_on_the_instruction_set_nor_on_the_threads(codec, monkeypatch):
+    x, *parameters = codec(500, 37, 20, 4)
+    parameters, found, threads = Parameters(*parameters), [], torch.get_num_threads()
+    codes = functional.encode_checked(x, parameters, 1, None).long()
+    try:
+        for isa in extension.supported_isas():
+            for count in (1, 2, 3):
+                monkeypatch.setenv("DRQ_FAST_ISA", isa)
+                torch.set_num_threads(count)
+                found.append(native.codeword_sums(x, codes, parameters, torch.ones(500, 4)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(a, b) for each in found for a, b in zip(each, found[0], strict=True))
+
+
+def change_by_hand(mass: list[float]) -> ema.Change:
+    x, codes, codec = by_hand()
+    ones = torch.ones(1, 2)
+    return ema.change(x, codes, torch.tensor([[4.0, 1.0]]), codec, ones, torch.tensor(mass), torch.tensor(0))
+
+
+def test_a_change_by_hand():
+    """Two uses of two codewords: the averages keep 1 - 2 / (20 * 2) = 0.95."""
+    found = change_by_hand([2.0, 10.0])
+    torch.testing.assert_close(found.mass, torch.tensor([1.9, 9.5 + 1.25]))
+    torch.testing.assert_close(found.codebook, torch.tensor([[0.0], [2.5 / 10.75]]))
+    torch.testing.assert_close(found.offset, torch.tensor([0.05 * 4]))
+    torch.testing.assert_close(found.scale, torch.tensor([0.0, 0.0]))  # h_1 has half the size of h_0
+
+
+def test_a_codeword_without_mass_becomes_a_vector():
+    found = change_by_hand([0.1, 10.0])
+    mean = (0.095 + 10.75) / 2
+    torch.testing.assert_close(found.codebook, torch.tensor([[4.0], [2.5 / 10.75]]))
+    torch.testing.assert_close(found.mass, torch.tensor([mean, 10.75]))
+
+
+def test_the_first_batch_finds_all_codewords_alike():
+    found = change_by_hand([0.0, 0.0])
+    start = 1.25 / (2 * 0.05)
+    torch.testing.assert_close(found.mass, torch.tensor([0.95 * start, 0.95 * start + 1.25]))
+
+
+def test_scales_follow_the_size_of_the_residuals():
+    x, codes, codec = by_hand()
+    residuals = torch.tensor([[16 * 0.09, 1.0]])  # so that h_1 has 0.3 of the size of h_0
+    found = ema.change(x, codes, residuals, codec, torch.ones(1, 2), torch.ones(2), torch.tensor(0))
+    torch.testing.assert_close(found.scale, torch.tensor([0.0, 0.05 * (0.3 - 0.5)]))
+    assert ema.shared_factor(torch.tensor([1.0, 0.5, 0.25])).item() == pytest.approx(0.5)
+    assert ema.shared_factor(torch.tensor([1.0, -0.5, 0.25])).item() == pytest.approx(-0.5)
+    assert ema.shared_factor(torch.tensor([1.0, 0.0])).isfinite()
+
+
+@pytest.mark.parametrize("scale", ["shared", "per_level"])
+def test_a_change_takes_effect_at_the_next_batch(scale):
+    layer = started(scale=scale)
+    names = ("codebook", "offset", "w" if scale == "shared" else "free_scale")
+    before = {name: getattr(layer, name).clone() for name in names}
+    quantized, codes, _ = layer(1.3 * data(seed=1))
+    assert all(torch.equal(getattr(layer, name), before[name]) for name in names)
+    assert torch.equal(layer.decode(codes), quantized)
+    layer.eval()(data(seed=2))
+    assert all(torch.equal(getattr(layer, name), before[name]) for name in names)
+    layer.train()(data(seed=2))
+    assert all(not torch.equal(getattr(layer, name), before[name]) for name in names)
+    assert list(layer.parameters()) == []
+
+
+def test_the_codec_follows_data_that_move():
+    """Vectors that become ten times as large and move away, as features do when a network starts to learn."""
+    torch.manual_seed(0)
+    layer = RecurrentQuantizer(D, K, M)
+    for step in range(200):
+        x = data(seed=step) * (1 + 9 * min(step, 100) / 100) + min(step, 100)
+        layer(x)
+    layer.eval()
+    again = RecurrentQuantizer(D, K, M)
+    again.fit(x, seed=0)
+    relative = [float((x - q.decode(q.encode(x))).square().sum() / x.var(dim=0).sum() / len(x)) for q in (layer, again)]
+    assert relative[0] < 1.5 * relative[1]
+    assert bool((layer.usage(layer.encode(x)).sum(dim=0) > 0).all())
+
+
+def test_rare_codewords_of_small_batches_are_not_replaced():
+    """Eight vectors a batch use few of 256 codewords; those that wait for their turn stay."""
+    torch.manual_seed(0)
+    x = torch.randn(4096, 4)
+    layer = RecurrentQuantizer(4, 256, 2)
+    layer.initialise(x, seed=0)
+
+    def error() -> float:
+        return float((x - layer.decode(layer.encode(x))).square().mean())
+
+    start = error()
+    for step in range(500):
+        layer(x[torch.randint(len(x), (8,), generator=torch.Generator().manual_seed(step))])
+    assert error() < 1.3 * start
+
+
+def test_vectors_that_do_not_count_change_nothing():
+    x, mask = data(60), torch.arange(60) < 40
+    layers = [started() for _ in range(3)]
+    x[50:] = float("nan")
+    layers[0](x, mask=mask)
+    layers[1](x[:40])
+    bad = x[:42].clone()
+    bad[40:] = torch.tensor([[float("inf")], [float("nan")]])
+    layers[2](bad)
+    for other in layers[1:]:
+        for name in ("_codebook_change", "_offset_change", "_w_change", "_mass"):
+            torch.testing.assert_close(getattr(layers[0], name), getattr(other, name))
+    layer = started()
+    layer(x, mask=torch.zeros(60, dtype=torch.bool))
+    layer(x[:0])
+    layer(data(40))
+    assert all(value.isfinite().all() for value in layer.state_dict().values())
+
+
+def test_levels_by_vector_count_their_own_levels():
+    x, one, other = data(40), started(), started()
+    one(x, levels=torch.full((40,), 2))
+    other(x, levels=2)
+    for name in ("_codebook_change", "_offset_change", "_mass"):
+        torch.testing.assert_close(getattr(one, name), getattr(other, name))
+    third = started(scale="per_level")
+    before = third.free_scale.clone()
+    third(2 * x, levels=2)
+    third(x)
+    assert third.free_scale[0] != before[0]
+    assert third.free_scale[1] == before[1]
+
+
+def test_a_stored_state_goes_on_to_the_bit():
+    def run(layer: RecurrentQuantizer, steps: range) -> RecurrentQuantizer:
+        for step in steps:
+            layer(data(100, seed=step))
+        return layer
+
+    whole = run(started(), range(10))
+    half = run(started(), range(5))
+    other = RecurrentQuantizer(D, K, M)
+    other.load_state_dict(half.state_dict())
+    for layer in (run(other, range(5, 10)), run(copy.deepcopy(half), range(5, 10))):
+        for name, value in whole.state_dict().items():
+            assert torch.equal(layer.state_dict()[name], value), name
+
+
+def test_checkpointing_computes_the_same_and_follows_once():
+    plain, again = started(), started()
+    linear = nn.Linear(D, D)
+    twin = copy.deepcopy(linear)
+    for step in range(3):
+        x = data(50, seed=step)
+        a = plain(linear(x))
+        b = checkpoint(lambda v: again(twin(v)), x, use_reentrant=False)
+        for out, module in ((a, linear), (b, twin)):
+            module.zero_grad()
+            (out.quantized.square().sum() + out.loss).backward()
+        assert torch.equal(linear.weight.grad, twin.weight.grad)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value), name
+
+
+def test_two_forwards_before_a_backward():
+    layer, x, y = started(), data(50).requires_grad_(), data(50, seed=1).requires_grad_()
+    total = layer(x).loss + layer(y).loss
+    total.backward()
+    assert bool(x.grad.isfinite().all())
+
+
+def test_codewords_that_were_set_by_hand_stay():
+    layer = started()
+    layer(data())
+    with torch.no_grad():
+        layer.codebook[3] = 1e4
+    layer(data())
+    assert layer.codebook[3].min() > 9e3
+    layer.fit(data(), rounds=2, seed=0)
+    fitted = layer.codebook.clone()
+    layer(data())
+    assert torch.equal(layer.codebook, fitted)
+
+
+def test_triton_sums_agree_with_the_definition(codec):
+    pytest.importorskip("triton")
+    triton = pytest.importorskip("drq_fast.backends.triton")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for shape in [(0, 3, 4, 2), (37, 33, 19, 4), (17, 131, 130, 2)]:
+        x, *parameters = (t.to(device) for t in codec(*shape))
+        parameters = Parameters(*parameters)
+        codes = plain_torch.encode(x, parameters, 1, None).long()
+        weights = torch.rand(codes.shape, generator=torch.Generator().manual_seed(1)).to(device)
+        weights[1::5] = 0
+        x[1::5] = float("nan")
+        found = triton.codeword_sums(x, codes, parameters, weights)
+        for a, b in zip(found, plain_torch.codeword_sums(x, codes, parameters, weights), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
