@@ -27,7 +27,7 @@ from quality import PAGE
 from report import fill
 from torch import Tensor
 
-from drq_fast import RecurrentQuantizer, files
+from drq_fast import files
 from drq_fast.retrieval.evaluate import evaluate_codes, evaluate_vectors
 from drq_fast.retrieval.experiment import Experiment
 from drq_fast.retrieval.model import Model
@@ -244,12 +244,12 @@ def table(task: Task, runs: dict[str, list[Run]], command: str, title: str) -> s
 
 
 def sizes(D: int = 2048, K: int = 256) -> str:
-    """How many numbers a codec has; ours are counted in the layer, the others by what they are made of."""
+    """How many numbers a codec has, by what it is made of."""
     rows = {
         "PQ: K codewords, cut into parts": lambda L: K * D,
         "OPQ: the same and a rotation": lambda L: K * D + D * D,
         "AQ, RQ: K codewords for each level": lambda L: L * K * D,
-        "DRQ: codebook, w and offset": lambda L: sum(p.numel() for p in RecurrentQuantizer(D, K, L).parameters()),
+        "DRQ: codebook, w and offset": lambda L: K * D + 1 + D,
     }
     lines = ["| | " + " | ".join(f"{8 * L} bits" for L in range(1, 7)) + " |", "| --- " * 7 + "|"]
     for name, count in rows.items():

@@ -39,10 +39,12 @@ class RecurrentQuantizer(LayerParameters):
     """Quantizes vectors [..., dim] to codes [..., levels] in 0..codewords-1; any prefix of a code is a shorter code.
 
     loss: "squared" is the mean squared error after each level, with `commitment` times as much for x; "paper" has the
-    hard, soft and joint errors of the paper, with their `weights`. scale: "shared" scales level m by w**m with w
-    learned, "per_level" learns levels - 1 factors. offset: learn a vector that is subtracted first. level_weights
-    [levels]: of the levels in each error. init: "kmeans" initialises the codebook from the first training batch.
-    gradient: of `quantized` with respect to x. joint belongs to the paper's loss, gamma to it and to gradient="soft".
+    hard, soft and joint errors of the paper, with their `weights`. update: "ema" makes codebook, scale and offset
+    running averages, which forward changes in training mode, "gradient" (always with loss="paper") parameters. scale:
+    "shared" scales level m by w**m with w learned, "per_level" learns levels - 1 factors. offset: learn a vector that
+    is subtracted first. level_weights [levels]: of the levels in each error. init: "kmeans" initialises the codebook
+    from the first training batch. gradient: of `quantized` with respect to x. joint belongs to the paper's loss, gamma
+    to it and to gradient="soft".
     See docs/design.md for details and docs/math.md for definitions.
 
     >>> layer = RecurrentQuantizer(dim=2048, codewords=256, levels=4)
@@ -200,9 +202,9 @@ class RecurrentQuantizer(LayerParameters):
         return codecs.decode(codes, self._as_codec(), levels)
 
     def embed(self, codes: Tensor) -> Tensor:
-        """codes [..., L] -> what each level adds, [..., L, dim], differentiable; their sum is `decode(codes)`.
+        """codes [..., L] -> what each level adds, [..., L, dim]; their sum is `decode(codes)`.
 
-        The offset is part of level 0.
+        Differentiable with update="gradient". The offset is part of level 0.
 
         >>> tokens = layer.embed(codes)
         """

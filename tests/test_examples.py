@@ -112,7 +112,7 @@ def test_drop_in_for_residual_vq(adapters, image):
         assert quantized.shape == x.shape
         assert indices.shape == ((4, 5, 6, 3) if image else (4, 30, 3))
         assert losses.shape == (3,)
-    quantized, indices, losses = layer(x)
+    quantized, indices, losses = layer.eval()(x)
     assert torch.equal(layer.get_output_from_indices(indices), quantized)
     assert losses.sum().item() == pytest.approx(layer.layer(x.movedim(layer.axis, -1)).loss.item(), rel=1e-5)
     if not image:
@@ -153,7 +153,7 @@ def test_audio_codes_follow_the_bandwidth(adapters):
     assert errors == sorted(errors, reverse=True)
     quantizer.train()
     drawn = quantizer(z)[0]
-    quantizer.eval()
+    codes = quantizer.eval()(z)[1]
     prefixes = [quantizer.decode(codes[:, :L]) for L in (1, 2, 3, 4)]
     lengths = [{L for L in range(4) if torch.equal(prefixes[L][n], drawn[n])} for n in range(32)]
     assert all(lengths)

@@ -257,7 +257,7 @@ def test_backward_twice_adds_up_and_what_it_cannot_do_is_refused(codec, op):
 
 def test_soft_gradient_of_the_layer_is_that_of_quantize(codec):
     x = codec(N=64, D=8).x
-    layer = RecurrentQuantizer(8, 16, 3, gradient="soft", gamma=1.0)
+    layer = RecurrentQuantizer(8, 16, 3, gradient="soft", gamma=1.0, update="gradient")
     layer.initialise(x, seed=0)
     (expected,) = torch.autograd.grad(layer(x).quantized.square().sum(), layer.codebook)
     inputs = (x, layer.codebook, layer.scale)

@@ -35,7 +35,7 @@ ODD: tuple[Any, ...] = (
 
 def calls(dice: random.Random, folder: Path) -> int:
     codec = random_codec(dice)
-    layer = RecurrentQuantizer(codec.dim, codec.codewords, codec.levels)
+    layer = RecurrentQuantizer(codec.dim, codec.codewords, codec.levels, update=dice.choice(("ema", "gradient")))
     x = random_vectors(dice, 30, codec.dim)
     layer.initialise(x, seed=0)
     index, codes = Index(codec), codec.encode(x)
@@ -71,7 +71,11 @@ def calls(dice: random.Random, folder: Path) -> int:
         (functional.encode, (x, *codec.tensors()[:2]), {"offset": codec.offset, "beam": 1, "level_weights": None}),
         (functional.squared_errors, (x, *codec.tensors()[:2]), {"commitment": 1.0}),
         (functional.search, (x, codes, *codec.tensors()[:2]), {"k": 2, "metric": "ip", "levels": None}),
-        (RecurrentQuantizer, (4,), {"codewords": 8, "levels": 2, "commitment": 1.0, "level_weights": None}),
+        (
+            RecurrentQuantizer,
+            (4,),
+            {"codewords": 8, "levels": 2, "commitment": 1.0, "update": "ema", "level_weights": None},
+        ),
     ]
     for _ in range(40):
         call, arguments, options = dice.choice(targets)

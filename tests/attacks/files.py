@@ -32,7 +32,9 @@ def saved(dice: random.Random, path: Path) -> Callable[[], object]:
         codec.save(path)
         return lambda: Codec.load(path).decode(torch.zeros(1, 1, dtype=torch.int64))
     if kind == "quantizer":
-        layer = RecurrentQuantizer(codec.dim, codec.codewords, codec.levels, loss=dice.choice(("squared", "paper")))
+        layer = RecurrentQuantizer(
+            codec.dim, codec.codewords, codec.levels, **dice.choice(({}, {"update": "gradient"}, {"loss": "paper"}))
+        )
         layer.initialise(x, seed=0)
         layer.save(path)
         return lambda: RecurrentQuantizer.load(path).decode(torch.zeros(1, 1, dtype=torch.int64))
