@@ -1,9 +1,9 @@
 """How codebook, scale and offset follow x during training: running averages, whatever the optimiser's rate is.
 
-Each codeword moves to the running mean of the residuals that it stands for, as in online k-means. Its mass is the
-running sum of the weights scale[m]^2 of its uses. A codeword whose mass is far below the average is replaced by a
-vector of the batch. The scale of a level follows the size of its residuals relative to x, so that all levels use the
-same codewords. docs/math.md has the formulas, docs/design.md says why.
+Each codeword moves to the running mean of the residuals that it stands for, as in online k-means. A codeword that saves
+less squared error than a new one would is replaced by a vector of the batch. The scale of a level follows the size of
+its residuals relative to x, so that all levels use the same codewords. docs/math.md has the formulas, docs/design.md
+says why.
 """
 
 from __future__ import annotations
@@ -16,58 +16,107 @@ from torch import Tensor
 from . import functional, ranks
 from .backends.types import Parameters
 
-DECAY = 0.9  # of the averages per batch, at least
-_USES = 20  # per codeword and on average, that the mass remembers: with fewer, chance leaves codewords without any
-_DEAD = 0.05  # share of the average mass below which a codeword is replaced
+_RATE = 0.1  # of a batch in the averages, at most
+_USES = 50  # per codeword and on average, that the averages remember: with fewer, chance leaves codewords without any
+_LITTLE = 0.05  # of the average mass and gain: codewords with less of both are replaced
 _REPLACED = 16  # one of so many codewords may be replaced per batch
+_PATIENCE = 10  # times the limit that a new codeword is taken to save, at least, so that it has time to be used
+
+
+class Averages(NamedTuple):
+    """By codeword [K]: mass, the weight of its uses, and gain, the squared error that they save; all 0 at first."""
+
+    mass: Tensor
+    gain: Tensor
 
 
 class Change(NamedTuple):
-    """What is to be added to codebook [K, D], scale [L] and offset [D], and the new mass [K]."""
+    """What is to be added to codebook [K, D], scale [L] and offset [D], and the new averages."""
 
     codebook: Tensor
     scale: Tensor
     offset: Tensor | None
-    mass: Tensor
+    averages: Averages
+
+
+class _Batch(NamedTuple):
+    """Sums over the vectors of all ranks that count."""
+
+    sums: Tensor  # [K, D]: weighted residuals by codeword
+    mass: Tensor  # [K]: their weights
+    total: Tensor  # [D]: of x - offset
+    sizes: Tensor  # [L]: lengths ||h_m||
+    sizes_of_x: Tensor  # [L]: ||h_0||, of the vectors that have level m
+    left: Tensor  # []: ||h_L||^2
+    vectors: Tensor  # []
+    codes: Tensor  # []
+    spare: Tensor  # [n, D]: some x - offset, of rank 0
 
 
 @torch.no_grad()
 def change(
-    x: Tensor, codes: Tensor, residuals: Tensor, codec: Parameters, weights: Tensor, mass: Tensor, batch: Tensor
+    x: Tensor, codes: Tensor, residuals: Tensor, codec: Parameters, weights: Tensor, averages: Averages, batch: Tensor
 ) -> Change:
     """What x [N, D] changes, given codes [N, L], residuals [N, L] = ||x - xhat_m||^2 and weights [N, L] of its levels.
 
-    batch: its number. Vectors of weight 0, and those that are not finite, count nowhere. Under torch.distributed sums
-    are those of all ranks, and replaced codewords become vectors of rank 0, so that all ranks compute the same.
+    batch: its number. Vectors of weight 0, and those that are not finite or cannot be squared, count nowhere. Under
+    torch.distributed sums are those of all ranks, and new codewords are vectors of rank 0, so that all ranks compute
+    the same.
     """
-    K = len(codec.codebook)
-    weights = torch.where(x.isfinite().all(dim=1, keepdim=True), weights, 0)
+    found = _summed(x, codes, residuals, codec, weights, batch)
+    rate = (found.codes / (_USES * len(codec.codebook))).clamp_max(_RATE)
+    codebook, averages = _moved(found, codec, averages, rate)
+    known = (found.sizes_of_x > 0) & (found.sizes > 0)
+    relative = torch.where(known, found.sizes / torch.where(known, found.sizes_of_x, 1), codec.scale.abs())
+    scale = rate * (torch.copysign(relative, codec.scale) - codec.scale)
+    offset = None if codec.offset is None else rate * found.total / found.vectors.clamp_min(1)
+    return Change(codebook, scale, offset, averages)
+
+
+def _summed(x: Tensor, codes: Tensor, residuals: Tensor, codec: Parameters, weights: Tensor, batch: Tensor) -> _Batch:
+    h = (x if codec.offset is None else x - codec.offset).float()
+    squares = torch.cat([h.square().sum(dim=1, keepdim=True), residuals.float()], dim=1)  # ||h_m||^2 [N, L + 1]
+    weights = torch.where(squares.isfinite().all(dim=1, keepdim=True), weights, 0)
     counts = weights != 0
-    h = torch.where(counts.any(dim=1, keepdim=True), x if codec.offset is None else x - codec.offset, 0).float()
-    sizes = torch.cat([h.square().sum(dim=1, keepdim=True), residuals[:, :-1].float()], dim=1)  # ||h_m||^2 [N, L]
-    of_x, of_levels = (torch.where(counts, each, 0).sum(dim=0) for each in (sizes[:, :1], sizes))
-    uses = torch.stack([counts.any(dim=1).sum(), counts.sum()])
-    sums, added = functional.codeword_sums_checked(x, codes, codec, weights)
-    spare = _vectors(h, counts.any(dim=1), -(-K // _REPLACED), batch)
-    sums, added, total, of_x, of_levels, uses, spare = ranks.summed(
-        sums, added, h.sum(dim=0), of_x, of_levels, uses.to(sums.dtype), of_rank_zero=spare
+    alive = counts.any(dim=1, keepdim=True)
+    h, lengths = torch.where(alive, h, 0), torch.where(counts, squares[:, :-1].sqrt(), 0)
+    of_x = torch.where(counts, squares[:, :1].sqrt(), 0)
+    sums, mass = functional.codeword_sums_checked(x, codes, codec, weights)
+    numbers = torch.stack([torch.where(alive[:, 0], squares[:, -1], 0).sum(), alive.sum(), counts.sum()])
+    spare = _vectors(h, alive[:, 0], -(-len(mass) // _REPLACED), batch)
+    parts = (sums, mass, h.sum(dim=0), lengths.sum(dim=0), of_x.sum(dim=0), numbers.to(sums.dtype))
+    sums, mass, total, sizes, sizes_of_x, numbers, spare = ranks.summed(*parts, of_rank_zero=spare)
+    left, vectors, count = numbers.unbind()
+    return _Batch(sums, mass, total, sizes, sizes_of_x, left, vectors, count, spare)
+
+
+def _moved(found: _Batch, codec: Parameters, averages: Averages, rate: Tensor) -> tuple[Tensor, Averages]:
+    """What is to be added to the codebook [K, D], and the new averages."""
+    codebook = codec.codebook.to(found.sums.dtype)
+    K, D = codebook.shape
+    share = K / found.codes.clamp_min(1)  # averages are of so many codes as there are codewords
+    # ||h_m||^2 - ||h_{m+1}||^2 = 2 scale[m] <C, h_{m+1}> + scale[m]^2 ||C||^2 is what a use saves.
+    gain = 2 * (codebook * found.sums).sum(dim=1) + found.mass * codebook.square().sum(dim=1)
+    mass, gain = (
+        _average(before.to(new.dtype), share * new, rate)
+        for before, new in zip(averages, (found.mass, gain), strict=True)
     )
+    moved = rate * share * found.sums / torch.where(mass > 0, mass, 1)[:, None]
+    # Errors fall about as K**(-2 / D): one codeword more would save 2 / D of the average error per codeword.
+    limit = 2 / D * found.left / found.codes.clamp_min(1)
+    unused = (gain < limit) | ((mass < _LITTLE * mass.mean()) & (gain < _LITTLE * gain.mean()))
+    unused &= found.vectors > 0
+    which = torch.where(unused, gain, torch.inf).topk(len(found.spare), largest=False).indices
+    new = unused[which]
+    moved = moved.index_copy(0, which, torch.where(new[:, None], found.spare - codebook[which], moved[which]))
+    patience = torch.maximum(_PATIENCE * limit, gain.mean() / 2)
+    gain = gain.index_copy(0, which, torch.where(new, patience, gain[which]))
+    return moved, Averages(mass.index_copy(0, which, torch.where(new, mass.mean(), mass[which])), gain)
 
-    decay = (1 - uses[1] / (_USES * K)).clamp_min(DECAY)
-    start = added.sum() / (K * (1 - decay)).clamp_min(1e-9)  # the average that the mass tends to
-    mass = decay * torch.where(mass.sum() == 0, start, mass.to(sums.dtype)) + added
-    moved = sums / torch.where(mass > 0, mass, 1)[:, None]
-    least, which = mass.topk(len(spare), largest=False)
-    dead = least < _DEAD * mass.mean()
-    replaced = torch.where(dead[:, None], spare - codec.codebook[which].to(sums.dtype), moved[which])
-    mass = mass.index_copy(0, which, torch.where(dead, mass.mean(), least))
 
-    known = (of_x > 0) & (of_levels > 0)
-    relative = (of_levels / torch.where(known, of_x, 1)).sqrt()
-    scale = torch.where(known, torch.copysign(relative, codec.scale) - codec.scale, 0)
-    rate = 1 - decay
-    shift = None if codec.offset is None else rate * total / uses[0].clamp_min(1)
-    return Change(moved.index_copy(0, which, replaced), rate * scale, shift, mass)
+def _average(before: Tensor, new: Tensor, rate: Tensor) -> Tensor:
+    """The running average [K] after a batch; at the first one all codewords are taken to be alike."""
+    return torch.where(before.abs().sum() == 0, new.mean(), before).lerp(new, rate)
 
 
 def shared_factor(scale: Tensor) -> Tensor:

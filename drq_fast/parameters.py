@@ -12,7 +12,7 @@ from . import ema
 from .backends.types import Parameters
 
 _AVERAGES = ("codebook", "w", "free_scale", "offset")  # what update="ema" changes, as far as the layer has it
-_STATE = ("_mass", "_batches", *(f"_{name}_change" for name in _AVERAGES))
+_STATE = ("_mass", "_gain", "_batches", *(f"_{name}_change" for name in _AVERAGES))
 
 
 class LayerParameters(nn.Module):
@@ -27,6 +27,7 @@ class LayerParameters(nn.Module):
     free_scale: Tensor | None
     offset: Tensor | None
     _mass: Tensor
+    _gain: Tensor
     _batches: Tensor
 
     def __init__(self, dim: int, codewords: int, levels: int, *, free_scale: bool, offset: bool, update: str) -> None:
@@ -40,13 +41,23 @@ class LayerParameters(nn.Module):
             "offset": torch.zeros(dim) if offset else None,
         }
         for name, value in values.items():
-            if averages:
+            if value is None:
+                setattr(self, name, None)  # not a buffer that is None, which torch.export cannot count
+            elif averages:
                 self.register_buffer(name, value)
             else:
-                self.register_parameter(name, None if value is None else nn.Parameter(value))
-            self.register_buffer(f"_{name}_change", torch.zeros_like(value) if averages and value is not None else None)
-        self.register_buffer("_mass", torch.zeros(codewords) if averages else None)
-        self.register_buffer("_batches", torch.tensor(0) if averages else None)
+                self.register_parameter(name, nn.Parameter(value))
+        state = {
+            "_mass": torch.zeros(codewords),
+            "_gain": torch.zeros(codewords),
+            "_batches": torch.tensor(0),
+            **{f"_{name}_change": None if value is None else torch.zeros_like(value) for name, value in values.items()},
+        }
+        for name, value in state.items():
+            if averages and value is not None:
+                self.register_buffer(name, value)
+            else:
+                setattr(self, name, None)
 
     @property
     def scale(self) -> Tensor:
@@ -82,7 +93,8 @@ class LayerParameters(nn.Module):
 
         Until then `decode` gives what forward returned, and checkpointing computes the same again.
         """
-        change = ema.change(x, codes, residuals, codec, weights, self._mass, self._batches)
+        averages = ema.Averages(self._mass, self._gain)
+        change = ema.change(x, codes, residuals, codec, weights, averages, self._batches)
         changes = {"codebook": change.codebook, "offset": change.offset}
         L = codes.shape[1]
         if self.w is not None and L > 1:
@@ -94,7 +106,9 @@ class LayerParameters(nn.Module):
         for name, value in changes.items():
             if value is not None:
                 setattr(self, f"_{name}_change", value.to(self.codebook.dtype))
-        self._mass, self._batches = change.mass.to(self._mass.dtype), self._batches + 1
+        most = torch.finfo(self._mass.dtype).max
+        self._mass, self._gain = (each.clamp_max(most).to(self._mass.dtype) for each in change.averages)
+        self._batches = self._batches + 1
 
     def forget(self) -> None:
         """Starts the averages anew, because the codebook was replaced."""

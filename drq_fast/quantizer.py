@@ -22,7 +22,7 @@ from .parameters import LayerParameters
 # gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). By
 # benchmarks/ablation_gamma.py, training with less than 4 pulls codewords together; more than 4 changes little.
 GAMMA_C = 4.0
-COMMITMENT = 0.25  # by default, as usual; docs/math.md has what other values give
+COMMITMENT = 0.5  # by default: more suits image autoencoders, less suits embeddings of unit length
 _FEW = 4  # vectors per codeword below which k-means finds little
 _MAX_LEVELS = 1 << 16  # that a file may claim
 
@@ -384,6 +384,7 @@ class RecurrentQuantizer(LayerParameters):
         codes = functional.encode_checked(x, Parameters(codebook, scale, None), 1, None)
         unused = self._observed < below if bool(self._observed.any()) else None
         self.codebook.copy_(fitting.revive(x, codes, codebook, scale, fitting.seeded(seed), unused))
+        self.forget()
         self._observed.zero_()
 
     def save(self, path: str | os.PathLike[str]) -> None:

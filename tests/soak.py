@@ -137,7 +137,7 @@ class Soak:
         self.workers = [Worker(self, model) for model in self.models]
         self.stop = threading.Event()
         self.findings: list[str] = []
-        self.memory: list[float] = []  # MB, one per second
+        self.memory: list[float] = []  # MB, one per second, without what the index holds
         self.descriptors: list[int] = []
 
     def run(self, seconds: float, progress: float = 30) -> None:
@@ -150,7 +150,7 @@ class Soak:
         try:
             while time.monotonic() < start + seconds and not self.findings:
                 self.stop.wait(min(1.0, seconds / 20))
-                self.memory.append(resident())
+                self.memory.append(resident() - held(self.index))
                 self.descriptors.append(len(os.listdir("/proc/self/fd")))
                 if time.monotonic() >= shown:
                     shown += progress
@@ -222,7 +222,7 @@ class Soak:
         return "\n".join(
             [
                 "operations: " + ", ".join(f"{name} {counts[name]:,}" for name in sorted(counts)),
-                f"memory, MB: {' '.join(f'{value:.0f}' for value in self.memory[::step])}",
+                f"memory beside the index, MB: {' '.join(f'{value:.0f}' for value in self.memory[::step])}",
                 f"open files: {' '.join(str(value) for value in self.descriptors[::step])}",
                 f"single queries: {times.counts.sum():,}; ms: {quantiles}, worst {1e3 * times.worst:.1f}; "
                 f"p99.9 is {times.quantile(0.999) / times.quantile(0.5):.1f} times the median",
@@ -367,6 +367,14 @@ class Worker:
             loaded.remove(gone)
             loaded.upsert(query[:1], gone)
             require(len(loaded) == len(ids), "a loaded index was changed wrongly")
+
+
+def held(index: Index) -> float:
+    """MB of rows, ids and norms. Removed rows stay until they are half of all, so this goes up and down by design."""
+    rows = index._rows
+    tensors = [rows.codes, rows.ids, rows.alive, *(known.values for known in list(index._norms.values()))]
+    tensors += [tensor for run in index._places.runs for tensor in (run.ids, run.rows)]
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None) / 1e6
 
 
 def resident() -> float:

@@ -11,7 +11,7 @@ from typing import Any
 import drq_fast
 from drq_fast import Index, RecurrentQuantizer, functional
 
-from .common import random_codec, random_vectors
+from .common import random_codec, random_vectors, require
 
 ODD: tuple[Any, ...] = (
     None,
@@ -47,6 +47,7 @@ def calls(dice: random.Random, folder: Path) -> int:
             x.double(),
             x.half(),
             x * float("nan"),
+            x * 1e20,
             x.numpy()[::-1],
             x.to_sparse(),
             codes,
@@ -84,4 +85,6 @@ def calls(dice: random.Random, folder: Path) -> int:
         with contextlib.suppress(ValueError, TypeError, drq_fast.BackendUnavailable):
             call(*given, **named)
     index.search(x, k=3)  # still whole
+    layer(x)
+    require(all(bool(v.isfinite().all()) for v in layer.state_dict().values()), "a call left a layer with NaN")
     return 40
