@@ -6,7 +6,7 @@ number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ... import _C
 
 _Dense: TypeAlias = tuple[Tensor, Tensor, Tensor | None]  # codebook, scale, offset
+_Pull: TypeAlias = Callable[[slice, Tensor], None]  # writes pulls [n, M, D] of some rows
 
 _BLOCK = 1 << 21  # floats of pulls [n, M, D] at a time: more would be new memory, and page faults, at every step
 
@@ -88,8 +89,11 @@ class _SquaredErrors(torch.autograd.Function):
             native.pulls_cpu(job, isa)
             dx[rows] = pulls[:, 0]
 
-        of_codebook = _summed_by_codeword(codes, dense, pull, wanted=ctx.needs_input_grad[1])
-        dcodebook = None if of_codebook is None else of_codebook.to(codebook.dtype)
+        dcodebook = None
+        if ctx.needs_input_grad[1]:
+            dcodebook = _summed_by_codeword(codes, dense, pull).to(codebook.dtype)
+        else:
+            list(_pulled(codes, dense, pull))  # for dx and dscale alone
         doffset = None if offset is None else dx.sum(dim=0, dtype=torch.float64).to(offset.dtype)
         of_scale = dscale.sum(dim=0, dtype=torch.float64).to(scale.dtype)
         return dx.mul_(-ctx.commitment).to(x.dtype), dcodebook, of_scale, doffset, None
@@ -108,38 +112,39 @@ def codeword_sums(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) 
         native.own_pulls_cpu(job, isa)
 
     sums = _summed_by_codeword(codes, dense, pull)
-    assert sums is not None
     return CodewordSums(sums, definition.codeword_mass(codes, dense[1], weights, len(sums)))
 
 
-def _summed_by_codeword(
-    codes: Tensor, dense: _Dense, pull: Callable[[slice, Tensor], None], wanted: bool = True
-) -> Tensor | None:
-    """[K, D]: scale[m] pulls[n, m] added up by codes [N, M], in the order of the rows; None if it is not wanted.
+def _summed_by_codeword(codes: Tensor, dense: _Dense, pull: _Pull) -> Tensor:
+    """[K, D]: scale[m] pulls[n, m] added up by codes [N, M], in the order of the rows."""
+    (K, D), isa = dense[0].shape, instruction_set()
+    sums, starts = floats(K, D).zero_(), torch.empty(K + 1, dtype=torch.int64, device="cpu")
+    for block, pulls in _pulled(codes, dense, pull):
+        job, places = _job(None, codes[block], *dense), torch.empty_like(codes[block])
+        job.pulls, job.dcodebook = pointer(pulls), pointer(sums)
 
-    pull(rows, pulls) writes pulls [n, M, D] of these rows.
-    """
-    (K, D), (N, M), isa = dense[0].shape, codes.shape, instruction_set()
-    step, sums = max(1, _BLOCK // (M * D)), floats(K, D).zero_() if wanted else None
-    starts, pulls = torch.empty(K + 1, dtype=torch.int64, device="cpu"), floats(min(step, N), M, D)
+        def add(_: int, words: slice, job: _C.Squared = job, places: Tensor = places) -> None:
+            native.add_pulls_cpu(job, pointer(starts), pointer(places), words.start, words.stop, isa)
+
+        native.group_codes(job, pointer(starts), pointer(places))
+        in_threads(add, K)
+    return sums
+
+
+def _pulled(codes: Tensor, dense: _Dense, pull: _Pull) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of rows and their pulls [n, M, D], in memory that all blocks share."""
+    D, (N, M) = dense[0].shape[1], codes.shape
+    step = max(1, _BLOCK // (M * D))
+    pulls = floats(min(step, N), M, D)
     native.large_pages(pointer(pulls), pulls.nbytes)
     for first in range(0, N, step):
-        block = slice(first, min(first + step, N))
+        last = min(first + step, N)
 
         def work(_: int, rows: slice, first: int = first) -> None:
             pull(slice(first + rows.start, first + rows.stop), pulls[rows])
 
-        in_threads(work, block.stop - block.start)
-        if sums is not None:
-            job, places = _job(None, codes[block], *dense), torch.empty_like(codes[block])
-            job.pulls, job.dcodebook = pointer(pulls), pointer(sums)
-
-            def add(_: int, words: slice, job: _C.Squared = job, places: Tensor = places) -> None:
-                native.add_pulls_cpu(job, pointer(starts), pointer(places), words.start, words.stop, isa)
-
-            native.group_codes(job, pointer(starts), pointer(places))
-            in_threads(add, K)
-    return sums
+        in_threads(work, last - first)
+        yield slice(first, last), pulls
 
 
 def _dense(codec: Parameters) -> _Dense:
