@@ -86,6 +86,7 @@ JOBS = {
     "squared_errors": squared_job(squared.squared_errors_kernel),
     "squared_errors_backward": squared_job(squared.squared_errors_backward_kernel),
     "squared_errors_backward bfloat16 odd": squared_job(squared.squared_errors_backward_kernel, "*bf16", odd=("D",)),
+    "own_pulls": squared_job(squared.own_pulls_kernel),
     "scatter": Job(scatter_kernel, {"SPLITS": 1, "ROWS": 8, "COLUMNS": 512} | PLAIN, {}),
 }
 

@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from drq_fast import functional
 from drq_fast.backends import torch as definition
+from drq_fast.backends.types import Parameters
 from drq_fast.kernels import beam, distortion, encode, quantize, squared
 
 SLACK = (
@@ -137,7 +138,7 @@ def training_error(N: int, K: int) -> float:
 
 
 def squared_error(N: int) -> float:
-    """Of squared_errors with its gradients, given the codes, against the float64 reference."""
+    """Of squared_errors with its gradients and of codeword_sums, given the codes, against the float64 reference."""
     x, codebook, scale = problem(N, 150, 30, 3)  # two tiles of dimensions
     inputs = (x, codebook, scale, codebook.mean(dim=0))
     leaves = [t.double().requires_grad_() for t in inputs]
@@ -146,7 +147,11 @@ def squared_error(N: int) -> float:
     wanted = torch.autograd.grad(truth.errors, leaves[1:], upstream.double())
     errors = squared.squared_errors(*inputs, truth.codes)
     doffset, *found = squared.squared_errors_backward(*inputs, truth.codes, upstream)
-    return distance([errors, *found, doffset.sum(dim=0)], [truth.errors.detach(), *wanted])
+    weights = upstream.abs()
+    sums = squared.codeword_sums(*inputs, truth.codes, weights)
+    exact = [t.detach() for t in leaves]
+    wanted += tuple(definition.codeword_sums(exact[0], truth.codes, Parameters(*exact[1:]), weights.double()))
+    return distance([errors, *found, doffset.sum(dim=0), *sums], [truth.errors.detach(), *wanted])
 
 
 JOBS = {

@@ -37,6 +37,7 @@ BUDGET = {
     "squared_errors": (48, 1024),
     "squared_errors_backward": (72, 1024),
     "squared_errors_backward bfloat16 odd": (80, 1024),
+    "own_pulls": (64, 1024),
     "scatter": (64, 1024),
 }
 
