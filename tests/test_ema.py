@@ -134,7 +134,7 @@ def test_codewords_of_rare_long_vectors_stay():
     start = error()
     for step in range(100):
         layer(x[torch.randint(len(x), (1024,), generator=torch.Generator().manual_seed(step))])
-    assert error() < 1.8 * start  # replaced by their rare use alone, it would be three times
+    assert error() < 1.8 * start
 
 
 def test_vectors_that_cannot_be_squared_change_nothing():
