@@ -105,6 +105,7 @@ STARTED = {"kmeans_init": True, "threshold_ema_dead_code": 2}
 QUANTIZERS: dict[str, Callable[..., Ours | Peer] | None] = {
     "no quantizer": None,
     "ours": Ours,
+    'ours, `update="gradient", commitment=1`': partial(Ours, update="gradient", commitment=1.0),
     'ours, `loss="paper"`': partial(Ours, loss="paper"),
     "ResidualVQ, shared codebook": partial(Peer, shared_codebook=True),
     "ResidualVQ, separate codebooks, k-means, revival": partial(Peer, **STARTED),

@@ -19,7 +19,7 @@ class LayerParameters(nn.Module):
     """codebook [K, D], w or free_scale [M - 1], offset [D] or None.
 
     With update="gradient" they are parameters. With update="ema" they are buffers, and every forward in training mode
-    calls `move` before it computes and `follow` after it.
+    calls `_move` before it computes and `_follow` after it.
     """
 
     codebook: Tensor
@@ -67,7 +67,7 @@ class LayerParameters(nn.Module):
         assert self.free_scale is not None
         return torch.cat([self.free_scale.new_ones(1), self.free_scale])
 
-    def follows(self) -> bool:
+    def _follows(self) -> bool:
         """Whether this forward changes the averages.
 
         It does not in the second forward of activation checkpointing, which is part of a backward pass, nor in
@@ -80,7 +80,7 @@ class LayerParameters(nn.Module):
         plain = torch._C._functorch.peek_interpreter_stack() is None and not torch.is_inference_mode_enabled()
         return plain and torch._C._current_graph_task_id() == -1
 
-    def move(self) -> None:
+    def _move(self) -> None:
         """Adds what the last batch changed. Makes new tensors, because graphs of earlier batches may hold the old."""
         for name in _AVERAGES:
             value, change = getattr(self, name), getattr(self, f"_{name}_change")
@@ -88,7 +88,7 @@ class LayerParameters(nn.Module):
                 setattr(self, name, value + change)
 
     @torch.no_grad()
-    def follow(self, x: Tensor, codes: Tensor, residuals: Tensor, codec: Parameters, weights: Tensor) -> None:
+    def _follow(self, x: Tensor, codes: Tensor, residuals: Tensor, codec: Parameters, weights: Tensor) -> None:
         """Keeps what this batch changes for the next one: see `ema.change`.
 
         Until then `decode` gives what forward returned, and checkpointing computes the same again.
@@ -111,7 +111,7 @@ class LayerParameters(nn.Module):
         self._batches = self._batches + 1
 
     def forget(self) -> None:
-        """Starts the averages anew, because the codebook was replaced."""
+        """Starts the averages anew: call it after setting codewords by hand."""
         for name in _STATE:
             if getattr(self, name) is not None:
                 getattr(self, name).zero_()

@@ -143,9 +143,9 @@ class RecurrentQuantizer(LayerParameters):
             flat = flat.masked_fill(~counted[:, None], 0)
         if not self.initialised:
             self._initialise_in_forward(flat if counted is None else flat[counted])
-        follows = self.follows()
+        follows = self._follows()
         if follows:
-            self.move()
+            self._move()
         codec = Parameters(self.codebook, self.scale[:L], self.offset)
         omega = None if self.level_weights is None else self.level_weights[:L]
         batch = objective.Batch(flat, lengths, counted)
@@ -156,7 +156,7 @@ class RecurrentQuantizer(LayerParameters):
             loss, chosen = objective.squared(batch, found.errors, omega, reduction), found.codes
             if follows:
                 weights = objective.level_weights(batch, omega, found.errors).expand_as(found.errors)
-                self.follow(flat.detach(), found.codes, found.errors.detach() / (1 + self.commitment), codec, weights)
+                self._follow(flat.detach(), found.codes, found.errors.detach() / (1 + self.commitment), codec, weights)
         else:
             loss, chosen = objective.paper(batch, codec, self.gamma, self.weights, omega, self.joint, reduction)
         codes = chosen if counted is None else torch.where(counted[:, None], chosen, -1)

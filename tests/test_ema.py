@@ -121,20 +121,21 @@ def test_scales_follow_the_size_of_the_residuals():
     assert ema.shared_factor(torch.tensor([1.0, 0.0])).isfinite()
 
 
+def growth(x: Tensor, levels: int, batch: int, steps: int) -> float:
+    """The squared error of x after training steps on random batches of it, relative to that of the start."""
+    layer = RecurrentQuantizer(x.shape[1], 256, levels)
+    layer.initialise(x, seed=0)
+    start = (x - layer.decode(layer.encode(x))).square().sum()
+    for step in range(steps):
+        layer(x[torch.randint(len(x), (batch,), generator=torch.Generator().manual_seed(step))])
+    return float((x - layer.decode(layer.encode(x))).square().sum() / start)
+
+
 def test_codewords_of_rare_long_vectors_stay():
     """Lengths that vary by orders of magnitude: few vectors use a codeword of long ones, which saves much."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(20_000, 16, generator=generator) * torch.randn(20_000, 1, generator=generator).mul(1.5).exp()
-    layer = RecurrentQuantizer(16, 256, 4)
-    layer.initialise(x, seed=0)
-
-    def error() -> float:
-        return float((x - layer.decode(layer.encode(x))).square().sum())
-
-    start = error()
-    for step in range(100):
-        layer(x[torch.randint(len(x), (1024,), generator=torch.Generator().manual_seed(step))])
-    assert error() < 1.8 * start
+    assert growth(x, levels=4, batch=1024, steps=100) < 1.8
 
 
 def test_vectors_that_cannot_be_squared_change_nothing():
@@ -205,18 +206,8 @@ def test_the_codec_follows_data_that_move():
 
 def test_rare_codewords_of_small_batches_are_not_replaced():
     """Eight vectors a batch use few of 256 codewords; those that wait for their turn stay."""
-    torch.manual_seed(0)
-    x = torch.randn(4096, 4)
-    layer = RecurrentQuantizer(4, 256, 2)
-    layer.initialise(x, seed=0)
-
-    def error() -> float:
-        return float((x - layer.decode(layer.encode(x))).square().mean())
-
-    start = error()
-    for step in range(500):
-        layer(x[torch.randint(len(x), (8,), generator=torch.Generator().manual_seed(step))])
-    assert error() < 1.3 * start
+    x = torch.randn(4096, 4, generator=torch.Generator().manual_seed(0))
+    assert growth(x, levels=2, batch=8, steps=500) < 1.3
 
 
 def test_vectors_that_do_not_count_change_nothing():
