@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from . import functional
 from .backends.types import Loss, Parameters
 
+PULL = 0.2  # of x to its approximation, relative to the gradient of `quantized`; see docs/math.md
 REDUCTIONS = {"squared": ("mean", "row", "level"), "paper": ("mean", "row")}  # by loss
 
 
@@ -40,6 +41,39 @@ def squared(batch: Batch, errors: Tensor, omega: Sequence[float] | None, reducti
     weights = level_weights(batch, omega, errors)
     total = weights.sum(dim=-1)
     return _reduced((errors * weights).sum(dim=1) / torch.where(total > 0, total, 1), batch, reduction)
+
+
+def distance(batch: Batch, errors: Tensor, omega: Sequence[float] | None) -> Tensor:
+    """sqrt(sum of ||x - sg[xhat_m]||^2), weighted over levels: how far all of x is from its codes.
+
+    errors [N, M] are those of `functional.squared_errors` with commitment 1. The gradient by x has a length of at most
+    1, and is 0 at distance 0.
+    """
+    squares = errors - errors.detach() / 2
+    total = _sum(squared(batch, squares, omega, "row")) * batch.x.shape[1]
+    return torch.where(total > 0, total, 1).sqrt() * (total > 0)
+
+
+class Pulled(torch.autograd.Function):
+    """(hard [N, D] with the gradient of `through` [N, D], loss): see docs/math.md, section 2, on the pull.
+
+    A gradient of the first output also lowers `distance`, by PULL times its own length, and the gradient of the loss is
+    dropped. Without one, the loss has its gradient.
+    """
+
+    @staticmethod
+    def forward(hard: Tensor, through: Tensor, distance: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
+        return hard + (through - through), loss.clone()  # not finite where x is not
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        through, loss = gradients
+        length = torch.linalg.vector_norm(through, dtype=torch.float64)
+        return None, through, (PULL * length).to(loss.dtype), loss * (length == 0)
 
 
 def paper(

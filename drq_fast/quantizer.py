@@ -22,7 +22,7 @@ from .parameters import LayerParameters
 # gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). By
 # benchmarks/ablation_gamma.py, training with less than 4 pulls codewords together; more than 4 changes little.
 GAMMA_C = 4.0
-COMMITMENT = 0.5  # by default: more suits image autoencoders, less suits embeddings of unit length
+COMMITMENT = 1.0  # where the loss has to move x: see `commitment`
 _FEW = 4  # vectors per codeword below which k-means finds little
 _MAX_LEVELS = 1 << 16  # that a file may claim
 
@@ -38,9 +38,11 @@ class QuantizerOutput(NamedTuple):
 class RecurrentQuantizer(LayerParameters):
     """Quantizes vectors [..., dim] to codes [..., levels] in 0..codewords-1; any prefix of a code is a shorter code.
 
-    loss: "squared" is the mean squared error after each level, with `commitment` times as much for x; "paper" has the
-    hard, soft and joint errors of the paper, with their `weights`. update: "ema" makes codebook, scale and offset
-    running averages, which forward changes in training mode, "gradient" (always with loss="paper") parameters. scale:
+    loss: "squared" is the mean squared error after each level; "paper" has the hard, soft and joint errors of the
+    paper, with their `weights`. update: "ema" makes codebook, scale and offset running averages, which forward changes
+    in training mode, "gradient" (always with loss="paper") parameters. commitment: how strongly the squared loss pulls
+    x to its approximation. None: the gradient of `quantized` does, in proportion to its own length, instead of the
+    loss; where it cannot, because of update="gradient" or because `quantized` is not used, the loss does by 1. scale:
     "shared" scales level m by w**m with w learned, "per_level" learns levels - 1 factors. offset: learn a vector that
     is subtracted first. level_weights [levels]: of the levels in each error. init: "kmeans" initialises the codebook
     from the first training batch. gradient: of `quantized` with respect to x. joint belongs to the paper's loss, gamma
@@ -93,7 +95,7 @@ class RecurrentQuantizer(LayerParameters):
         update = update or ("ema" if loss == "squared" else "gradient")
         super().__init__(dim, codewords, levels, free_scale=scale == "per_level", offset=offset, update=update)
         self.loss, self.joint, self.init, self.gradient = loss, joint, init, gradient
-        self.commitment = checks.commitment(op, COMMITMENT if commitment is None else commitment)
+        self.commitment = None if commitment is None else checks.commitment(op, commitment)
         self.weights = checks.weights(op, (1.0, 1.0, 1.0) if weights is None else weights)
         self.level_weights = checks.level_weights(op, level_weights, levels)
         self.fixed_gamma = None if gamma is None else float(gamma)
@@ -123,7 +125,8 @@ class RecurrentQuantizer(LayerParameters):
     ) -> QuantizerOutput:
         """x [..., dim] -> (quantized [..., dim], codes [..., levels] int64, loss scalar).
 
-        quantized has the values of the decoded codes and the gradient chosen by `gradient`. levels: runs fewer levels;
+        quantized has the values of the decoded codes and the gradient chosen by `gradient`, to which the pull of
+        `commitment=None` is added in training mode. levels: runs fewer levels;
         a tensor [...] has a number for each vector, codes being those of all levels. mask [...] bool: vectors that are
         False stay as they are, have code -1 and do not count in the loss. reduction: "row" gives the loss of every
         vector [...], "level" that of every level [levels]. reconstruct=False skips `quantized`, which is cheaper if
@@ -150,13 +153,12 @@ class RecurrentQuantizer(LayerParameters):
         omega = None if self.level_weights is None else self.level_weights[:L]
         batch = objective.Batch(flat, lengths, counted)
         if self.loss == "squared":
-            found = functional.squared_errors(
-                flat, *codec.tensors()[:2], offset=self.offset, commitment=self.commitment
-            )
+            commitment = COMMITMENT if self.commitment is None else self.commitment
+            found = functional.squared_errors(flat, *codec.tensors()[:2], offset=self.offset, commitment=commitment)
             loss, chosen = objective.squared(batch, found.errors, omega, reduction), found.codes
             if follows:
                 weights = objective.level_weights(batch, omega, found.errors).expand_as(found.errors)
-                self._follow(flat.detach(), found.codes, found.errors.detach() / (1 + self.commitment), codec, weights)
+                self._follow(flat.detach(), found.codes, found.errors.detach() / (1 + commitment), codec, weights)
         else:
             loss, chosen = objective.paper(batch, codec, self.gamma, self.weights, omega, self.joint, reduction)
         codes = chosen if counted is None else torch.where(counted[:, None], chosen, -1)
@@ -169,7 +171,12 @@ class RecurrentQuantizer(LayerParameters):
         through = flat
         if self.gradient == "soft":
             through = functional.quantize(flat, *codec.tensors()[:2], gamma=self.gamma, offset=self.offset).soft
-        quantized = (hard + (through - through.detach())).reshape(x.shape)  # adds an exact zero that has the gradient
+        if self.commitment is None and self.update == "ema" and self.training:
+            distance = objective.distance(batch, found.errors, omega)
+            quantized, loss = objective.Pulled.apply(hard, through, distance, loss)
+        else:
+            quantized = hard + (through - through.detach())  # adds an exact zero that has the gradient
+        quantized = quantized.reshape(x.shape)
         return QuantizerOutput(quantized if mask is None else torch.where(mask[..., None], quantized, x), codes, loss)
 
     def codec(self) -> Codec:

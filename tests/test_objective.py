@@ -48,6 +48,51 @@ def test_the_squared_loss_is_the_mean_over_levels_of_mean_squared_errors():
     assert layer(x, reduction="level").loss.tolist() == pytest.approx([1.25 * float(e) for e in by_level], rel=1e-5)
 
 
+def pulled(given: torch.Tensor, weight: float = 0.0, **options) -> tuple[RecurrentQuantizer, torch.Tensor, torch.Tensor]:
+    """A layer with running averages, x [50, D] and its gradient: `given` reaches quantized, `weight` the loss."""
+    torch.manual_seed(0)
+    layer = RecurrentQuantizer(D, K, M, **options)
+    layer.initialise(data())
+    x = data(50).requires_grad_()
+    quantized, _, loss = layer(x)
+    ((quantized * given).sum() + weight * loss).backward()
+    return layer.eval(), x.detach(), x.grad
+
+
+@pytest.mark.parametrize("weights", [None, (1.0, 0.0, 3.0)])
+def test_the_gradient_of_quantized_pulls_x_to_its_approximations(weights):
+    given = torch.randn(50, D, generator=torch.Generator().manual_seed(1))
+    layer, x, gradient = pulled(given, level_weights=weights)
+    omega = torch.tensor(weights or (1.0, 1.0, 1.0))
+    h = torch.stack([x - layer.decode(layer.encode(x), levels=m) for m in (1, 2, 3)])  # [M, 50, D]
+    distance = torch.sqrt((omega[:, None, None] * h.square()).sum() / omega.sum())
+    pull = 0.2 * given.norm() * (omega[:, None, None] * h).sum(dim=0) / omega.sum() / distance
+    torch.testing.assert_close(gradient - given, pull, rtol=1e-4, atol=1e-5)
+    assert pull.norm() < 0.2 * given.norm()
+
+
+def test_the_pull_has_the_units_of_the_gradient_and_takes_the_place_of_the_loss():
+    given = torch.randn(50, D, generator=torch.Generator().manual_seed(1))
+    _, _, gradient = pulled(given)
+    torch.testing.assert_close(pulled(1000 * given)[2], 1000 * gradient)
+    assert torch.equal(pulled(given, weight=7.0)[2], gradient)
+    _, x, of_loss = pulled(torch.zeros(50, D), weight=7.0)
+    torch.testing.assert_close(of_loss, pulled(torch.zeros(50, D), weight=7.0, commitment=1.0)[2])
+    assert of_loss.norm() > 0
+    assert torch.equal(pulled(given, commitment=0.0)[2], given)
+
+
+def test_nothing_pulls_masked_vectors_nor_exact_hits():
+    mask = torch.tensor([True, True, False, False, True])
+    for added, where in ((0.0, torch.zeros(5, dtype=torch.bool)), (0.1, mask)):
+        torch.manual_seed(0)
+        layer = RecurrentQuantizer(D, K, 1, offset=False, init="random", gamma=1.0)
+        x = (layer.codebook[:5] + added).requires_grad_()
+        layer(x, mask=mask).quantized.backward(torch.ones(5, D))
+        assert torch.equal((x.grad != 1).all(dim=1), where)
+        assert torch.equal(x.grad[~where], torch.ones(5, D)[~where])
+
+
 def test_the_squared_loss_trains_the_codec_and_pulls_x():
     layer = RecurrentQuantizer(D, K, M, update="gradient", commitment=1.0)
     layer.initialise(data())
