@@ -6,8 +6,8 @@ images: a convolutional autoencoder of Fashion-MNIST, from a folder with its idx
 dataset-fashion-mnist is found by itself; without it, scikit-learn's digits or generated images are used, and the output
 says so). ids: an RQ-VAE that gives generated text-like embeddings semantic ids. step: forward and backward of the
 quantizer alone. Tables are printed in Markdown: the mean over seeds and, in brackets, the least and the most. --json
-stores every run; runs that the file holds already are not repeated. All tables take about three hours; --quick takes seconds, on
-sizes so small that only the script is tested.
+stores every run; runs that the file holds already are not repeated. All tables take about three hours; --quick takes
+seconds, on sizes so small that only the script is tested.
 """
 
 from __future__ import annotations

@@ -48,7 +48,9 @@ def test_the_squared_loss_is_the_mean_over_levels_of_mean_squared_errors():
     assert layer(x, reduction="level").loss.tolist() == pytest.approx([1.25 * float(e) for e in by_level], rel=1e-5)
 
 
-def pulled(given: torch.Tensor, weight: float = 0.0, **options) -> tuple[RecurrentQuantizer, torch.Tensor, torch.Tensor]:
+def pulled(
+    given: torch.Tensor, weight: float = 0.0, **options
+) -> tuple[RecurrentQuantizer, torch.Tensor, torch.Tensor]:
     """A layer with running averages, x [50, D] and its gradient: `given` reaches quantized, `weight` the loss."""
     torch.manual_seed(0)
     layer = RecurrentQuantizer(D, K, M, **options)
@@ -76,7 +78,7 @@ def test_the_pull_has_the_units_of_the_gradient_and_takes_the_place_of_the_loss(
     _, _, gradient = pulled(given)
     torch.testing.assert_close(pulled(1000 * given)[2], 1000 * gradient)
     assert torch.equal(pulled(given, weight=7.0)[2], gradient)
-    _, x, of_loss = pulled(torch.zeros(50, D), weight=7.0)
+    _, _, of_loss = pulled(torch.zeros(50, D), weight=7.0)
     torch.testing.assert_close(of_loss, pulled(torch.zeros(50, D), weight=7.0, commitment=1.0)[2])
     assert of_loss.norm() > 0
     assert torch.equal(pulled(given, commitment=0.0)[2], given)
