@@ -32,6 +32,7 @@ CUDA_SOURCES = ["csrc/cuda/adc.cu", "csrc/cuda/search.cu"]
 ISA_SOURCES = [
     "csrc/cpu/search/bins.cpp",
     "csrc/cpu/encode.cpp",
+    "csrc/cpu/search/refine.cpp",
     "csrc/cpu/search/scan.cpp",
     "csrc/cpu/search/tables.cpp",
     "csrc/cpu/squared.cpp",
@@ -41,7 +42,7 @@ ISA_FLAGS = {"portable": ""}
 if platform.machine().lower() in ("x86_64", "amd64"):
     # GCC 12 warns about its own AVX-512 headers.
     ISA_FLAGS |= {
-        "avx2": "-mavx2 -mfma",
+        "avx2": "-mavx2 -mfma -mf16c",
         "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni"
         " -Wno-uninitialized -Wno-maybe-uninitialized",
     }

@@ -36,13 +36,17 @@ Metrics = dict[str, float]  # by column
 
 
 class Sizes(NamedTuple):
-    """What --quick changes; shapes are (D, K, M) of the quantizer, and (N, D, K, M) of the step."""
+    """What --quick changes; shapes are (D, K, M), of images with the number of steps, and (N, D, K, M) of the step."""
 
     steps: int = 1000
     rounds: int = 20
     items: int = 20_000
     test_images: int = 2000
-    image_shapes: tuple[tuple[int, int, int], ...] = ((64, 512, 4), (8, 1024, 4), (256, 2048, 4))
+    image_shapes: tuple[tuple[int, int, int, int], ...] = (
+        (64, 512, 4, 1000),
+        (8, 1024, 4, 1000),
+        (256, 2048, 4, 300),  # of peers that take a second for a step
+    )
     image_rates: tuple[float, ...] = (1e-3, 3e-4)
     id_shape: tuple[int, int, int] = (32, 256, 3)
     id_rates: tuple[float, ...] = (1e-3, 3e-4, 1e-4)
@@ -56,7 +60,7 @@ class Sizes(NamedTuple):
     )
 
 
-QUICK = Sizes(3, 2, 300, 20, ((8, 16, 2),), (1e-3,), (32, 16, 3), (1e-3,), ((64, 8, 16, 2),))
+QUICK = Sizes(3, 2, 300, 20, ((8, 16, 2, 3),), (1e-3,), (32, 16, 3), (1e-3,), ((64, 8, 16, 2),))
 
 
 class Ours(nn.Module):
@@ -312,11 +316,11 @@ class Table(NamedTuple):
 def of_all_images(sizes: Sizes, folder: Path | None) -> Iterator[Table]:
     data = images(folder, sizes.test_images)
     rows = [*QUANTIZERS, *VARIANTS]
-    for D, K, M in sizes.image_shapes:
+    for D, K, M, steps in sizes.image_shapes:
         for rate in sizes.image_rates:
             title = f"Autoencoder: MSE on test images, {data.name}; D {D}, K {K}, M {M}, "
-            title += f"{sizes.steps} steps of 32, lr {rate:g}"
-            given = {"shape": (D, K, M), "rate": rate, "steps": sizes.steps, "data": data}
+            title += f"{steps} steps of 32, lr {rate:g}"
+            given = {"shape": (D, K, M), "rate": rate, "steps": steps, "data": data}
             yield Table(title, rows, partial(of_images, **given))
             rows = list(QUANTIZERS)
 

@@ -111,6 +111,14 @@ void def_jobs(py::module_& module) {
            py::kw_only(), arg("table"), arg("constants"), arg("lengths"), arg("scale"), arg("K"), arg("codes"),
            arg("norms"), arg("keep"), arg("scores"), arg("positions"), arg("Q"), arg("N"), arg("M"), arg("k"),
            arg("stride"), arg("metric"), arg("wide"));
+  py::class_<drq::Refine>(module, "Refine")
+      .def(py::init([](Address queries, Address candidates, Address vectors, Address steps, Address scores,
+                       Address positions, int64_t Q, int64_t n, int64_t k, int64_t D, int metric, int stored) {
+             return drq::Refine{At{queries}, At{candidates}, At{vectors}, At{steps}, At{scores}, At{positions}, Q, n, k,
+                                D,           metric,         stored};
+           }),
+           py::kw_only(), arg("queries"), arg("candidates"), arg("vectors"), arg("steps"), arg("scores"),
+           arg("positions"), arg("Q"), arg("n"), arg("k"), arg("D"), arg("metric"), arg("stored"));
   py::class_<drq::Norms>(module, "Norms")
       .def(py::init([](Address gram, Address scale, Address inner, float constant, Address codes, Address norms,
                        int64_t N, int64_t K, int64_t M, int64_t stride, bool wide) {
@@ -274,6 +282,14 @@ PYBIND11_MODULE(_C, module) {
         const int chosen = index_of(isa);
         py::gil_scoped_release release;
         drq::search_cpu(job, {}, chosen, threads);
+      },
+      arg("job"), arg("isa"), arg("threads"));
+  module.def(
+      "refine_cpu",
+      [](const drq::Refine& job, const std::string& isa, int threads) {
+        const int chosen = index_of(isa);
+        py::gil_scoped_release release;
+        drq::refine_cpu(job, chosen, threads);
       },
       arg("job"), arg("isa"), arg("threads"));
   module.def("norms_cpu", &drq::norms_cpu, arg("job"), arg("threads"), py::call_guard<py::gil_scoped_release>());

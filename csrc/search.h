@@ -99,6 +99,24 @@ struct Norms {
 
 void norms_cpu(const Norms& job, int threads);
 
+// How stored vectors are represented; float16 as its bits, int8 with a factor per row.
+enum Stored : int { kFloat32 = 0, kFloat16 = 1, kInt8 = 2 };
+
+// The k best of the candidates of each query by the vectors themselves, in the order (score, position); what is missing
+// as in Search. Sums over dimensions: sixteen lanes, four blocks of them side by side, added in halves at the end.
+struct Refine {
+  const float* queries;       // [Q, D]
+  const int64_t* candidates;  // [Q, n]  rows of the vectors, -1 for none
+  const void* vectors;        // [N, D]  float, uint16_t or int8_t, see Stored
+  const float* steps;         // [N]     factors of int8 rows, else null
+  float* scores;              // [Q, k]
+  int64_t* positions;         // [Q, k]
+  int64_t Q, n, k, D;
+  int metric, stored;
+};
+
+void refine_cpu(const Refine& job, int isa, int threads);
+
 #ifdef DRQ_FAST_CUDA
 // Enqueues on `stream` (a cudaStream_t) and returns at once. Null on success, else CUDA's own words.
 const char* lookup_cuda(const Lookup& job, void* stream);

@@ -56,6 +56,25 @@ class Search:
         wide: bool,
     ) -> None: ...
 
+class Refine:
+    """Candidates of queries, to be scored by stored vectors."""
+    def __init__(
+        self,
+        *,
+        queries: int,
+        candidates: int,
+        vectors: int,
+        steps: int,
+        scores: int,
+        positions: int,
+        Q: int,
+        n: int,
+        k: int,
+        D: int,
+        metric: int,
+        stored: int,
+    ) -> None: ...
+
 class Norms:
     def __init__(
         self,
@@ -135,6 +154,7 @@ def search_cpu(
 def search_given_cpu(job: Search, isa: str, threads: int) -> None: ...
 def environment(name: str) -> str | None: ...
 def norms_cpu(job: Norms, threads: int) -> None: ...
+def refine_cpu(job: Refine, isa: str, threads: int) -> None: ...
 def block_sums(data: int, bytes: int, keys: int, sums: int, threads: int) -> None: ...
 def large_pages(memory: int, bytes: int) -> None: ...
 def supported_isas() -> list[str]: ...

@@ -32,8 +32,9 @@ except ImportError:  # On Windows temporary folders are not locked, and remains 
     fcntl = None
 
 # Format version by kind of file; older versions can be read. Version 1 had BLAKE2b checksums of all bytes, version 2
-# has those of `checksum`. Version 3 of a quantizer names its loss, version 4 how its codebook is trained.
-VERSIONS = {"codec": 2, "index": 2, "quantizer": 4, "semantic_ids": 2, "training": 2}
+# has those of `checksum`. Version 3 of a quantizer names its loss, version 4 how its codebook is trained. Version 3 of
+# an index may have vectors.
+VERSIONS = {"codec": 2, "index": 3, "quantizer": 4, "semantic_ids": 2, "training": 2}
 
 
 def _name_update(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:

@@ -123,8 +123,8 @@ def test_truncated_files_are_refused(saved, keep, mmap):
     [
         (
             lambda t: None,
-            lambda h: h.update(version="3"),
-            "has format version 3, newer than the 2 that this drq_fast reads",
+            lambda h: h.update(version="4"),
+            "has format version 4, newer than the 3 that this drq_fast reads",
         ),
         (lambda t: None, lambda h: h.update(version="x"), "is corrupted (its version is 'x')"),
         (lambda t: None, lambda h: h.update(kind="somebody.else"), "was not written by drq_fast"),
@@ -149,7 +149,7 @@ def test_truncated_files_are_refused(saved, keep, mmap):
         (
             lambda t: t.update(more=t["ids"].clone()),
             lambda h: None,
-            "tensors must be codebook, scale, codes and perhaps offset and ids",
+            "tensors must be codebook, scale, codes and perhaps offset, ids, vectors and steps",
         ),
         (lambda t: t.update(codebook=t["codebook"].double()), lambda h: None, "codebook must be torch.float32"),
         (lambda t: t.pop("codes"), lambda h: None, "does not describe an index"),

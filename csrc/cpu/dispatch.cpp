@@ -1,6 +1,8 @@
 // Chooses between the copies of the kernels, see isa.h.
+#include "cpu/parallel.h"
 #include "isa.h"
 #include "levels.h"
+#include "search.h"
 
 namespace drq {
 
@@ -16,12 +18,15 @@ DRQ_DECLARE_COPIES(void, own_pulls, const Squared& job)
 DRQ_DECLARE_COPIES(void, add_pulls, const Squared& job, const int64_t* starts, const int64_t* places, int64_t begin,
                    int64_t end)
 
+DRQ_DECLARE_COPIES(void, refine, const Refine& job, int64_t begin, int64_t end)
+
 bool isa_supported(int isa) {
 #ifdef DRQ_SIMDE
   if (isa == 2) return true;  // emulated
 #endif
 #ifdef DRQ_X86
-  if (isa == 1) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (isa == 1)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (isa == 2)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
@@ -42,6 +47,11 @@ void own_pulls_cpu(const Squared& job, int isa) { DRQ_CHOOSE_COPY(own_pulls, isa
 void add_pulls_cpu(const Squared& job, const int64_t* starts, const int64_t* places, int64_t begin, int64_t end,
                    int isa) {
   DRQ_CHOOSE_COPY(add_pulls, isa)(job, starts, places, begin, end);
+}
+
+void refine_cpu(const Refine& job, int isa, int threads) {
+  const auto kernel = DRQ_CHOOSE_COPY(refine, isa);
+  parallel_for(job.Q, threads, [&](int64_t begin, int64_t end, int64_t) { kernel(job, begin, end); });
 }
 
 void group_codes(const Squared& job, int64_t* starts, int64_t* places) {

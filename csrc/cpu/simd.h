@@ -31,6 +31,12 @@ constexpr int64_t kWidth = 16;
 struct Floats {
   __m512 v;
   static Floats load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Floats load(const uint16_t* halves) {
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(halves)))};
+  }
+  static Floats load(const int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
+  }
   static Floats all(float x) { return {_mm512_set1_ps(x)}; }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   // Rounded down to bytes and saturated at 255; lanes must not be negative.
@@ -67,6 +73,15 @@ inline unsigned not_above(Floats a, Floats b) { return _mm512_cmp_ps_mask(a.v, b
 struct Floats {
   __m256 v[2];
   static Floats load(const float* p) { return {{_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}}; }
+  static Floats load(const uint16_t* halves) {
+    const auto* p = reinterpret_cast<const __m128i*>(halves);
+    return {{_mm256_cvtph_ps(_mm_loadu_si128(p)), _mm256_cvtph_ps(_mm_loadu_si128(p + 1))}};
+  }
+  static Floats load(const int8_t* p) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return {{_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+             _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))}};
+  }
   static Floats all(float x) { return {{_mm256_set1_ps(x), _mm256_set1_ps(x)}}; }
   void store(float* p) const {
     _mm256_storeu_ps(p, v[0]);
@@ -117,11 +132,26 @@ inline unsigned not_above(Floats a, Floats b) { return compare<_CMP_NGT_UQ>(a, b
 
 #else
 
+inline float half_to_float(uint16_t half) {
+  const uint32_t sign = (half & 0x8000u) << 16, exponent = half >> 10 & 31, fraction = half & 1023;
+  if (exponent == 0) return (sign ? -1.0f : 1.0f) * static_cast<float>(fraction) * 0x1p-24f;
+  const uint32_t bits = sign | (exponent == 31 ? 255u : exponent + 112) << 23 | fraction << 13;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
 struct Floats {
   float v[kWidth];
-  static Floats load(const float* p) {
+  template <class Number>
+  static Floats load(const Number* p) {
     Floats out;
     for (int i = 0; i < kWidth; ++i) out.v[i] = p[i];
+    return out;
+  }
+  static Floats load(const uint16_t* halves) {
+    Floats out;
+    for (int i = 0; i < kWidth; ++i) out.v[i] = half_to_float(halves[i]);
     return out;
   }
   static Floats all(float x) {

@@ -27,7 +27,7 @@ from .types import Parameters
 
 BACKENDS = ("torch", "native", "triton")
 _TRAINING = ("squared_errors", "codeword_sums", "quantize", "distortion", "loss")
-OPERATIONS = (*_TRAINING, "encode", "decode", "adc", "search", "squared_norms")
+OPERATIONS = (*_TRAINING, "encode", "decode", "adc", "search", "refine", "squared_norms")
 
 # (operation, device type) -> the backend that is faster than plain torch.
 FASTER: dict[tuple[str, str], str] = {

@@ -15,7 +15,17 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from .types import CodewordSums, Database, Distortion, Loss, Parameters, Quantized, SearchResult, SquaredErrors
+from .types import (
+    CodewordSums,
+    Database,
+    Distortion,
+    Loss,
+    Parameters,
+    Quantized,
+    SearchResult,
+    SquaredErrors,
+    Stored,
+)
 
 _MAX_SCORES = 1 << 22  # numbers that encoding or a search holds at a time
 _MAX_GRAM = 8192  # codewords up to which their inner products K x K are formed
@@ -253,6 +263,53 @@ def search(query: Tensor, database: Database, k: int, *, finite: bool = False) -
 
     parts = [best(some) for some in query.split(max(1, _MAX_SCORES // max(1, len(codes))))]
     return SearchResult(torch.cat([p.scores for p in parts]), torch.cat([p.positions for p in parts]))
+
+
+@torch.no_grad()
+def refine(query: Tensor, positions: Tensor, stored: Stored, metric: str, k: int) -> SearchResult:
+    """The k best of the candidates at positions [Q, n], by the stored vectors, in the order (score, position).
+
+    query [Q, D] float32; position -1 is none. Sums over dimensions have a fixed order, so that every backend computes
+    the same bits.
+    """
+    query = query.float()
+
+    def best(some: Tensor, at: Tensor) -> SearchResult:
+        at = at.sort(dim=1).values
+        scores = _exact_scores(some, stored.floats(at.clamp_min(0)), metric)
+        worst = float("inf") if metric == "l2" else float("-inf")
+        scores = torch.where((at < 0) | scores.isnan(), worst, scores)
+        # Equal scores keep the order of positions, and those without a candidate come last.
+        order = _cost(scores, metric).sort(dim=1, stable=True).indices
+        order = order.gather(1, (at < 0).gather(1, order).to(torch.int8).sort(dim=1, stable=True).indices)[:, :k]
+        return pad_result(scores.gather(1, order), at.gather(1, order), k, metric)
+
+    step = max(1, _MAX_SCORES // max(1, positions.shape[1] * query.shape[1]))
+    parts = [best(*some) for some in zip(query.split(step), positions.split(step), strict=True)]
+    return SearchResult(torch.cat([p.scores for p in parts]), torch.cat([p.positions for p in parts]))
+
+
+def _exact_scores(query: Tensor, x: Tensor, metric: str) -> Tensor:
+    """Scores [Q, n] of vectors x [Q, n, D] for queries [Q, D]."""
+    query = query[:, None]
+    if metric == "l2":
+        return _ordered_sum((query - x).square())
+    inner = _ordered_sum(query * x)
+    if metric == "ip":
+        return inner
+    lengths = _nearest_root(_ordered_sum(query.square())) * _nearest_root(_ordered_sum(x.square()))
+    return torch.where(lengths > 0, inner / torch.where(lengths > 0, lengths, 1), 0)
+
+
+def _ordered_sum(terms: Tensor) -> Tensor:
+    """The sum over the last dimension: 64 partial sums, in order, which are then added in halves."""
+    blocks = torch.nn.functional.pad(terms, (0, -terms.shape[-1] % 64)).unflatten(-1, (-1, 4, 16))
+    total = reduce(torch.add, blocks.unbind(dim=-3))
+    total = (total[..., 0, :] + total[..., 1, :]) + (total[..., 2, :] + total[..., 3, :])
+    while total.shape[-1] > 1:
+        half = total.shape[-1] // 2
+        total = total[..., :half] + total[..., half:]
+    return total[..., 0]
 
 
 def squared_norms(codes: Tensor, codec: Parameters, metric: str) -> Tensor:

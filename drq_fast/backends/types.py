@@ -77,6 +77,22 @@ class Database(Tables):
         return Database(self.codes[positions], self.codec, self.metric, norms)
 
 
+class Stored(NamedTuple):
+    """Vectors kept beside codes: values [N, D] float32, float16 or int8; steps [N] float32 are factors of int8 rows."""
+
+    values: Tensor
+    steps: Tensor | None = None
+
+    def rows(self, positions: Tensor | slice) -> Stored:
+        """Those at positions [n] alone."""
+        return Stored(self.values[positions], None if self.steps is None else self.steps[positions])
+
+    def floats(self, positions: Tensor) -> Tensor:
+        """The vectors at positions [...], as float32 [..., D]."""
+        values = self.values[positions].float()
+        return values if self.steps is None else values * self.steps[positions][..., None]
+
+
 class Quantized(NamedTuple):
     """soft [N, D] and hard [N, D] approximations of x, codes [N, M] int64."""
 

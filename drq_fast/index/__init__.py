@@ -16,10 +16,11 @@ from tqdm import tqdm
 
 from .. import backends, checks, modes
 from ..backends.torch import numbers, pad_result
-from ..backends.types import Database, SearchResult
+from ..backends.types import Database, SearchResult, Stored
 from ..codec import Array, Codec
 from ..quantizer import RecurrentQuantizer
 from . import file
+from . import vectors as stored_vectors
 from .ids import MAX_ID, Places, checked_ids
 from .norms import Norms, copied_norms, extended_norms
 from .rows import Rows
@@ -52,9 +53,9 @@ class Index:
     """Codes of many vectors, searched by queries that are not quantized themselves.
 
     codec: a Codec, or a layer, of whose parameters a copy is taken, so that training it further does not change the
-    index. metric: "l2" (squared distance, less is better), "ip" (inner product) or "cosine". Everything takes torch or
-    numpy and answers in kind. Several threads may search, add and remove at the same time: a search sees the index as
-    it was when it began.
+    index. metric: "l2" (squared distance, less is better), "ip" (inner product) or "cosine". vectors: "float32",
+    "float16" or "int8" keeps the vectors too, for `search(refine=)`. Everything takes torch or numpy and answers in
+    kind. Several threads may search, add and remove at the same time: a search sees the index as it was when it began.
 
     >>> index = Index(layer, metric="l2")
     >>> ids = index.add(x)
@@ -62,18 +63,26 @@ class Index:
     """
 
     def __init__(
-        self, codec: Codec | RecurrentQuantizer, metric: str = "l2", device: torch.device | str | None = None
+        self,
+        codec: Codec | RecurrentQuantizer,
+        metric: str = "l2",
+        device: torch.device | str | None = None,
+        *,
+        vectors: str | None = None,
     ) -> None:
         if not isinstance(codec, (Codec, RecurrentQuantizer)):
             checks.fail("Index", "codec", "a Codec or a RecurrentQuantizer", type(codec).__name__, error=TypeError)
         checks.choice("Index", "metric", metric, checks.METRICS)
+        if vectors is not None:
+            checks.choice("Index", "vectors", vectors, tuple(stored_vectors.DTYPES))
         if isinstance(codec, RecurrentQuantizer):
             codec.require_initialised("Index")
             codec = codec.codec()
         codec = codec.to(checks.device("Index", device, codec.device))
         with modes.plain(codec.device):
             codes = torch.empty(0, codec.levels, dtype=file.storage(codec.codewords), device=codec.device)
-        self._take(codec, metric, Rows(codes, None, None, size=0, removed=0, next_id=0, generation=0), None)
+            kept = None if vectors is None else stored_vectors.empty(vectors, codec.dim, codec.device)
+        self._take(codec, metric, Rows(codes, kept, None, None, size=0, removed=0, next_id=0, generation=0), None)
 
     def _take(self, codec: Codec, metric: str, rows: Rows, mapped: file.Mapped | None) -> None:
         self._codec, self._metric = codec, metric
@@ -99,7 +108,7 @@ class Index:
         # length -> the rows, and what a search without a filter of its own looks at. Searches get it without the lock;
         # whoever enters something has noted that marks are read.
         self._databases: dict[int, tuple[Rows, Database]]
-        mapped = self._mapped if self._mapped is not None and rows.codes is self._mapped.codes else None
+        mapped = None if self._mapped is None else self._mapped.kept(rows)
         self.__dict__.update(_rows=rows, _norms=known or {}, _databases={}, _mapped=mapped)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -125,7 +134,10 @@ class Index:
         return self._rows.living_count()
 
     def __repr__(self) -> str:
-        return f"Index({len(self)} vectors of {self.dim} dimensions in {self.bits} bits, metric={self.metric!r})"
+        beside = "" if self.vectors is None else f", vectors={self.vectors!r}"
+        return (
+            f"Index({len(self)} vectors of {self.dim} dimensions in {self.bits} bits, metric={self.metric!r}{beside})"
+        )
 
     @property
     def codec(self) -> Codec:
@@ -163,15 +175,21 @@ class Index:
         return self.codec.device
 
     @property
+    def vectors(self) -> str | None:
+        """How the vectors are kept beside their codes: "float32", "float16", "int8", or None if they are not."""
+        kept = self._rows.vectors
+        return None if kept is None else str(kept.values.dtype).removeprefix("torch.")
+
+    @property
     def ids(self) -> Tensor:
         """All ids in the index [len], oldest first."""
-        codes, ids = self._readable().living()
-        return torch.arange(len(codes), device=self.device) if ids is None else ids.clone()
+        rows = self._readable()._replace(vectors=None).living()
+        return torch.arange(rows.size, device=self.device) if rows.ids is None else rows.ids.clone()
 
     @property
     def codes(self) -> Tensor:
         """All codes in the index [len, levels], oldest first, uint8 for K <= 256, else int32."""
-        return numbers(self._readable().living()[0].clone())
+        return numbers(self._readable()._replace(vectors=None).living().codes.clone())
 
     def encode(self, x: Array, beam: int = 1) -> Array:
         """x [N, dim] -> codes [N, levels], uint8 for K <= 256, else int32."""
@@ -184,13 +202,13 @@ class Index:
         ids: unique, not negative and not in the index; by default the numbers after the highest ever used, so that a
         removed id is never given to another vector.
         """
-        return checks.in_kind(self._append("add", self._encode("add", x, beam), ids), x)
+        return checks.in_kind(self._append("add", *self._stored("add", x, beam), ids), x)
 
     def upsert(self, x: Array, ids: Array | Iterable[int], *, beam: int = 1) -> Array:
         """`add` that replaces the vectors whose ids are in the index already; they count as new from then on."""
         if ids is None:
             checks.fail("upsert", "ids", "given", "None", error=TypeError)
-        return checks.in_kind(self._append("upsert", self._encode("upsert", x, beam), ids, replace=True), x)
+        return checks.in_kind(self._append("upsert", *self._stored("upsert", x, beam), ids, replace=True), x)
 
     def add_codes(self, codes: Array, ids: Array | Iterable[int] | None = None) -> Array:
         """Stores codes [N, levels] that `encode` made; returns their ids as `add` does."""
@@ -198,7 +216,9 @@ class Index:
         checks.codes("add_codes", values, self.codewords, self.levels, self.device)
         if values.shape[1] != self.levels:
             checks.fail("add_codes", "codes", f"[N, {self.levels}]", checks.shape_of(values))
-        return checks.in_kind(self._append("add_codes", values, ids), codes)
+        if self.vectors is not None:
+            raise RuntimeError("add_codes: the index keeps vectors beside their codes; use add.")
+        return checks.in_kind(self._append("add_codes", values, None, ids), codes)
 
     def search(
         self,
@@ -206,18 +226,27 @@ class Index:
         k: int = 10,
         levels: int | None = None,
         keep: Array | Iterable[int] | None = None,
+        *,
+        refine: int | None = None,
+        vectors: Array | None = None,
     ) -> IndexResult:
         """The k best for each query [Q, dim] (or [dim]): IndexResult(scores [Q, k], ids [Q, k]).
 
         levels: use only the first so many levels of every code. keep: only these ids, or a bool array indexed by id;
-        ids that are not in the index are passed over. Equal scores come oldest first. Where fewer than k vectors
-        remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that is more.
+        ids that are not in the index are passed over. refine: the so many best by codes are scored again by the vectors
+        themselves, those of the index or the rows of `vectors` [n, dim], by id, which may be a memory map. Equal scores
+        come oldest first. Where fewer than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576,
+        or the number of vectors if that is more.
         """
         single = getattr(query, "ndim", 2) == 1
         values = self._vectors("search", "query", query[None] if single else query)
         k = checks.integer("search", "k", k, 1, min(max(self._rows.size, _PADDED), checks.MAX_RESULTS))
+        given = None if vectors is None else stored_vectors.Given(vectors, self.dim)
+        candidates = k if refine is None and given is None else self._candidates(refine, k, given)
         rows, database = self._snapshot(checks.levels("search", levels, self._codec.levels), keep)
-        scores, found = self._scan(values, min(k, max(rows.size, 1)), database)
+        scores, found = self._scan(values, min(candidates, max(rows.size, 1)), database)
+        if refine is not None and rows.size:
+            scores, found = self._refined(values, found, rows, min(k, found.shape[1]), given)
         if found.shape[1] < k:
             scores, found = pad_result(scores, found, k, self._metric)
         if rows.ids is not None and rows.size:
@@ -248,7 +277,7 @@ class Index:
             self._set_rows(rows._replace(alive=marks, removed=rows.size - left), self._norms)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes codes, ids and codec to one safetensors file, atomically. Verifies a mapped index first.
+        """Writes codes, vectors, ids and codec to one safetensors file, atomically. Verifies a mapped index first.
 
         The same contents give the same bytes. A symbolic link is replaced by the file; what it points to stays.
         """
@@ -262,7 +291,7 @@ class Index:
     def load(cls, path: str | os.PathLike[str], mmap: bool = False, device: torch.device | str | None = None) -> Index:
         """The index that `save` wrote, on `device` (CPU by default).
 
-        With `mmap` the codes stay on disk and are verified only by `verify()`; everything else is always verified.
+        With `mmap` codes and vectors stay on disk and are verified only by `verify()`; all else is always verified.
         Searches read the codes from the file if there are 256 or 65536 codewords. Otherwise not every number is a code,
         so the first search copies all codes to memory and verifies them. Do not shorten or overwrite a mapped file:
         reading beyond its end kills the process (SIGBUS), and other codes give other results. `save` to the same path
@@ -271,8 +300,9 @@ class Index:
         place = checks.device("load", device, torch.device("cpu"))
         index = cls.__new__(cls)
         with modes.plain(place):
-            codec, metric, rows, checksum = file.read(path, mmap, place)
-        index._take(codec, metric, rows, file.Mapped(rows.codes, Path(path), checksum) if mmap else None)
+            codec, metric, rows, checksums = file.read(path, mmap, place)
+            mapped = {name: tensor for name, tensor in rows.tensors().items() if name in file.MAPPED}
+        index._take(codec, metric, rows, file.Mapped(mapped, Path(path), checksums) if mmap else None)
         return index
 
     def verify(self) -> None:
@@ -290,12 +320,15 @@ class Index:
             self._alive_is_read = True
             return self._rows
 
-    def _in_memory(self, op: str, more: int = 0) -> Rows:
-        """The rows; if they are mapped, with a verified copy of the codes that has room for `more` rows."""
+    def _in_memory(self, op: str, more: int = 0, names: tuple[str, ...] = file.MAPPED) -> Rows:
+        """The rows; if they are mapped, verified copies of them that have room for `more` rows."""
         if self._mapped is None:
             return self._rows
         with modes.plain(self.device):
-            return self._rows._replace(codes=self._mapped.copied(op, self.codewords, more))
+            rows = self._mapped.in_memory(op, self._rows, names, more)
+        if "codes" in self._mapped.tensors:
+            file.check_codes(op, rows.codes[: rows.size], self.codewords)
+        return rows
 
     def _vectors(self, op: str, name: str, value: Any) -> Tensor:
         values = checks.array(op, name, value)
@@ -303,13 +336,15 @@ class Index:
             checks.fail(op, name, f"[N, {self.dim}]", checks.shape_of(values))
         return values
 
-    def _encode(self, op: str, x: Any, beam: int) -> Tensor:
+    def _stored(self, op: str, x: Any, beam: int) -> tuple[Tensor, Stored | None]:
+        """Checked vectors x [N, dim] as codes, and as they are kept beside them."""
         values = self._vectors(op, "x", x)
         checks.finite(op, "x", values, torch.float32)
-        return self.codec.encode(values, beam)
+        kept = self._rows.vectors
+        return self.codec.encode(values, beam), None if kept is None else stored_vectors.stored_as(op, values, kept)
 
-    def _append(self, op: str, codes: Tensor, new: Any, replace: bool = False) -> Tensor:
-        """Stores checked codes under new ids, or under those that follow the highest one in use; returns the ids."""
+    def _append(self, op: str, codes: Tensor, kept: Stored | None, new: Any, replace: bool = False) -> Tensor:
+        """Stores checked rows under new ids, or under those that follow the highest one in use; returns the ids."""
         with self._lock, modes.plain(self.device):
             rows, count = self._rows, len(codes)
             if new is None:
@@ -319,7 +354,7 @@ class Index:
                 replaced = new_ids[:0]
             else:
                 new_ids, replaced = self._new_ids(op, new, count, replace)
-            rows = self._in_memory(op, count).appended(codes, new_ids, replaced)
+            rows = self._in_memory(op, count).appended(codes, kept, new_ids, replaced)
             if 2 * rows.living_count() < rows.size:
                 self._set_rows(rows.compacted())
             else:
@@ -348,8 +383,9 @@ class Index:
         if known is not None:
             return known
         with self._lock:
-            if self._mapped is not None and self.codewords not in (256, 65536):  # not every number is a code
-                self._set_rows(self._in_memory("search"), self._norms)
+            mapped = self._mapped is not None and "codes" in self._mapped.tensors
+            if mapped and self.codewords not in (256, 65536):  # not every number is a code
+                self._set_rows(self._in_memory("search", names=("codes",)), self._norms)
             rows, database = self._databases.get(length) or self._database(self._readable(), length)
             if keep is None:
                 return rows, database
@@ -359,8 +395,8 @@ class Index:
 
     def _database(self, rows: Rows, length: int) -> tuple[Rows, Database]:
         """The rows that were not removed; kept for the next search."""
-        codes, _, alive = rows.used()
-        codes = codes[:, :length]
+        used = rows.used()
+        codes, alive = used.codes[:, :length], used.alive
         norms = None if self.metric == "ip" else extended_norms(self._norms, codes, self.codec, self.metric)
         known = self._databases[length] = rows, Database(codes, self.codec, self.metric, norms, alive)
         return known
@@ -378,7 +414,7 @@ class Index:
 
     def _mask(self, rows: Rows, flags: Tensor, positions: Tensor | None) -> Tensor:
         """The rows to look at [size] bool."""
-        _, stored, alive = rows.used()
+        stored, alive = rows.used()[2:4]
         with modes.plain(self.device):
             if positions is None:
                 mask = flags[: rows.size] if stored is None else flags[stored]
@@ -386,6 +422,27 @@ class Index:
                 mask = torch.zeros(rows.size, dtype=torch.bool, device=self.device)
                 mask.index_fill_(0, positions[positions >= 0], True)
             return mask if alive is None else mask & alive
+
+    def _candidates(self, refine: int | None, k: int, given: stored_vectors.Given | None) -> int:
+        """The checked number of candidates to score again."""
+        if refine is None:
+            checks.fail("search", "refine", "given with vectors", "None", error=TypeError)
+        if given is None and self.vectors is None:
+            raise RuntimeError(
+                "search: refine needs vectors, and the index has codes only; give `vectors`, or make the index with "
+                'vectors="float16".'
+            )
+        return checks.integer("search", "refine", refine, k, max(k, self._rows.size, _PADDED))
+
+    def _refined(
+        self, query: Tensor, found: Tensor, rows: Rows, k: int, given: stored_vectors.Given | None
+    ) -> SearchResult:
+        """The k best of the rows that a scan found [Q, n], by the vectors themselves."""
+        query = query.to(self.device, torch.float32)
+        if given is not None:
+            return given.refined(query, found, rows.ids, self.metric, k)
+        assert rows.vectors is not None
+        return stored_vectors.refined(query, found, rows.vectors, self.metric, k)
 
     def _scan(self, query: Tensor, k: int, database: Database) -> SearchResult:
         """Scores [Q, k] and rows [Q, k]; in blocks of queries with a progress bar where it takes long."""

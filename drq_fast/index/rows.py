@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..backends.types import Stored
 
 
 class Rows(NamedTuple):
     """A snapshot of the rows, oldest first. Tensors have room for more rows than are in use."""
 
     codes: Tensor  # [>= size, levels] uint8, or two-byte codes bit for bit in int16
+    vectors: Stored | None  # [>= size, dim]; None if only codes are kept
     ids: Tensor | None  # [>= size] int64; None while every id is the number of its row
     alive: Tensor | None  # [>= size] bool; None while nothing has been removed
     size: int  # rows in use, including the removed ones
@@ -25,33 +29,39 @@ class Rows(NamedTuple):
             return int(self.alive[: self.size].sum())
         return self.size - (self.removed or 0)
 
-    def used(self) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """codes, ids and alive of the rows in use."""
-        codes, ids, alive = self[:3]
-        return (
-            codes[: self.size],
-            None if ids is None else ids[: self.size],
-            None if alive is None else alive[: self.size],
-        )
+    def tensors(self) -> dict[str, Tensor]:
+        """What a file holds of them, by name."""
+        values, steps = self.vectors or (None, None)
+        named = {"codes": self.codes, "ids": self.ids, "vectors": values, "steps": steps}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    def living(self) -> tuple[Tensor, Tensor | None]:
-        """codes and ids of the rows that have not been removed, in their order."""
-        codes, ids, alive = self.used()
-        if alive is None:
-            return codes, ids
-        rows = alive.nonzero().squeeze(1)
-        return codes[rows], rows if ids is None else ids[rows]
+    def used(self) -> Rows:
+        """The same without room for more."""
+        return self._map(lambda tensor: tensor[: self.size])
+
+    def living(self) -> Rows:
+        """Those that have not been removed, in their order."""
+        rows = self.used()
+        if rows.alive is None:
+            return rows
+        at = rows.alive.nonzero().squeeze(1)
+        living = rows._replace(alive=None)._map(lambda tensor: tensor[at])
+        return living._replace(ids=at if rows.ids is None else living.ids, size=len(at), removed=0)
 
     def compacted(self) -> Rows:
         """The same without the removed rows."""
-        codes, ids = self.living()
-        return Rows(codes, ids, None, len(codes), 0, self.next_id, self.generation + 1)
+        return self.living()._replace(generation=self.generation + 1)
 
     def copied(self) -> Rows:
         """The same in memory of its own, without room for more."""
-        codes, ids, alive = (None if part is None else part.clone() for part in self.used())
-        assert codes is not None
-        return self._replace(codes=codes, ids=ids, alive=alive)
+        return self.used()._map(torch.Tensor.clone)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Rows:
+        vectors = self.vectors
+        if vectors is not None:
+            vectors = Stored(change(vectors.values), None if vectors.steps is None else change(vectors.steps))
+        ids, alive = (None if part is None else change(part) for part in (self.ids, self.alive))
+        return self._replace(codes=change(self.codes), vectors=vectors, ids=ids, alive=alive)
 
     def marks(self) -> Tensor:
         """`alive`, made where nothing has been removed yet."""
@@ -59,7 +69,7 @@ class Rows(NamedTuple):
             return self.alive
         return torch.ones(len(self.codes), dtype=torch.bool, device=self.codes.device)
 
-    def appended(self, codes: Tensor, ids: Tensor, replaced: Tensor) -> Rows:
+    def appended(self, codes: Tensor, vectors: Stored | None, ids: Tensor, replaced: Tensor) -> Rows:
         """With new rows behind the others, and the rows at positions `replaced` removed.
 
         Tensors double when they are full, so that adding a row is O(1) on average. A search that reads this snapshot
@@ -70,11 +80,17 @@ class Rows(NamedTuple):
             len(ids) == 0 or bool((ids == torch.arange(size, end, device=ids.device)).all())
         )
         stored_ids = None if numbered else torch.arange(size, device=ids.device) if self.ids is None else self.ids
-        stored_codes = with_room(self.codes, size, end)
-        stored_codes[size:end] = codes.to(stored_codes.dtype)
+        stored_codes = _extended(self.codes, size, codes.to(self.codes.dtype))
+        stored_vectors = self.vectors
+        if stored_vectors is not None and vectors is not None:
+            values, steps = (
+                None if old is None or new is None else _extended(old, size, new)
+                for old, new in zip(stored_vectors, vectors, strict=True)
+            )
+            assert values is not None
+            stored_vectors = Stored(values, steps)
         if stored_ids is not None:
-            stored_ids = with_room(stored_ids, size, end)
-            stored_ids[size:end] = ids
+            stored_ids = _extended(stored_ids, size, ids)
         alive = self.alive
         if len(replaced):
             alive = self.marks().clone().index_fill_(0, replaced, False)
@@ -83,7 +99,14 @@ class Rows(NamedTuple):
             alive[size:end] = True
         next_id = max(self.next_id, int(ids.max()) + 1) if len(ids) else self.next_id
         removed = self.size - self.living_count() + len(replaced)
-        return Rows(stored_codes, stored_ids, alive, end, removed, next_id, self.generation)
+        return Rows(stored_codes, stored_vectors, stored_ids, alive, end, removed, next_id, self.generation)
+
+
+def _extended(tensor: Tensor, used: int, new: Tensor) -> Tensor:
+    """The tensor with new rows behind those in use."""
+    tensor = with_room(tensor, used, used + len(new))
+    tensor[used : used + len(new)] = new
+    return tensor
 
 
 def with_room(tensor: Tensor, used: int, needed: int) -> Tensor:

@@ -6,7 +6,7 @@ from .encode import encode
 from .extension import why_not
 from .loss import loss
 from .quantize import quantize
-from .search import adc, search, squared_norms
+from .search import adc, refine, search, squared_norms
 from .squared import codeword_sums, decode, squared_errors
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "encode",
     "loss",
     "quantize",
+    "refine",
     "search",
     "squared_errors",
     "squared_norms",

@@ -10,7 +10,7 @@ from torch import Tensor
 from ... import checks
 from .. import torch as definition
 from ..gradients import refuse_second_derivatives
-from ..types import Database, Parameters, SearchResult
+from ..types import Database, Parameters, SearchResult, Stored
 from .encode import gram
 from .extension import MAX_CODEWORDS, floats, instruction_set, native, pointer
 from .threads import single_threaded
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ... import _C
 
 _METRICS = {"l2": 0, "ip": 1, "cosine": 2}
+_STORED = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
 _QUERIES = 1024  # queries of one call of the scan: Ctrl-C is noticed in between
 _RESULTS = 1 << 22  # results [queries, k] of one call
 _LARGE = 1 << 22  # bytes from which large pages pay
@@ -107,6 +108,29 @@ def _scan_cpu(query: Tensor, database: Database, k: int, finite: bool) -> Search
         scores_at += 4 * count * k
         positions_at += 8 * count * k
     return SearchResult(scores, positions)
+
+
+def refine(query: Tensor, positions: Tensor, stored: Stored, metric: str, k: int) -> SearchResult:
+    """The k best of the candidates at positions [Q, n], by the stored vectors: see `backends.torch.refine`."""
+    rows, positions = _dense_floats(query), positions.contiguous()
+    values, (Q, n) = stored.values.contiguous(), positions.shape
+    scores, found = rows.new_empty(Q, k), _NO_POSITIONS.new_empty(Q, k)
+    job = native.Refine(
+        queries=rows.data_ptr(),
+        candidates=positions.data_ptr(),
+        vectors=values.data_ptr(),
+        steps=pointer(stored.steps),
+        scores=scores.data_ptr(),
+        positions=found.data_ptr(),
+        Q=Q,
+        n=n,
+        k=k,
+        D=rows.shape[1],
+        metric=_METRICS[metric],
+        stored=_STORED[values.dtype],
+    )
+    native.refine_cpu(job, instruction_set(), torch.get_num_threads())
+    return SearchResult(scores, found)
 
 
 @torch.no_grad()

@@ -1,0 +1,75 @@
+"""Vectors that an index keeps beside the codes, or that a user has by id, to score candidates again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import backends, checks
+from ..backends.types import SearchResult, Stored
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+_GATHERED = 1 << 24  # numbers of a user's vectors that are in memory at a time
+
+
+def empty(name: str, dim: int, device: torch.device) -> Stored:
+    """No vectors yet, of a kind in DTYPES."""
+    steps = torch.empty(0, device=device, dtype=torch.float32) if name == "int8" else None
+    return Stored(torch.empty(0, dim, dtype=DTYPES[name], device=device), steps)
+
+
+def stored_as(op: str, x: Tensor, kind: Stored) -> Stored:
+    """x [N, D] as `kind` has it. int8: rounded to 127 steps on either side of 0, of a size of its own for each row."""
+    dtype, x = kind.values.dtype, x.to(kind.values.device)
+    if dtype is not torch.int8:
+        checks.finite(op, "x", x, dtype)
+        return Stored(x.to(dtype))
+    x = x.float()
+    steps = x.abs().amax(dim=1) / 127 if len(x) else x.new_zeros(0)
+    scaled = x / torch.where(steps > 0, steps, 1)[:, None]
+    return Stored(scaled.round().clamp(-127, 127).to(torch.int8), steps)
+
+
+def refined(query: Tensor, positions: Tensor, stored: Stored, metric: str, k: int) -> SearchResult:
+    """The k best of the candidates at positions [Q, n] by the vectors themselves."""
+    column = backends.choose("refine", query.device.type)
+    return column.refine(query, positions, stored, metric, k)
+
+
+class Given:
+    """A user's vectors [n, D], a tensor, an array or a memory map, whose row i is the vector of id i."""
+
+    def __init__(self, value: Any, dim: int) -> None:
+        if not isinstance(value, (np.ndarray, Tensor)):
+            kind = type(value).__name__
+            checks.fail("search", "vectors", "an array or a tensor, which may be mapped", kind, error=TypeError)
+        floating = value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind == "f"
+        if value.ndim != 2 or value.shape[1] != dim or not floating:
+            wanted = f"floating point [n, {dim}], by id"
+            checks.fail("search", "vectors", wanted, f"{value.dtype} {list(value.shape)}")
+        self.value = value
+
+    def refined(self, query: Tensor, positions: Tensor, ids: Tensor | None, metric: str, k: int) -> SearchResult:
+        """`refined`, for the rows of an index that have these ids [N]; None if the id is the number of the row."""
+        step = max(1, _GATHERED // (positions.shape[1] * query.shape[1]))
+        blocks = zip(query.split(step), positions.split(step), strict=True)
+        parts = [self._refined(*block, ids, metric, k) for block in blocks]
+        return SearchResult(torch.cat([p.scores for p in parts]), torch.cat([p.positions for p in parts]))
+
+    def _refined(self, query: Tensor, positions: Tensor, ids: Tensor | None, metric: str, k: int) -> SearchResult:
+        rows, places = positions.clamp_min(0).unique(return_inverse=True)  # in order, so that ties stay in order
+        stored = Stored(self._rows((rows if ids is None else ids[rows]).cpu()).to(query.device, torch.float32))
+        checks.finite("search", "vectors", stored.values)
+        scores, found = refined(query, places.where(positions >= 0, -1), stored, metric, k)
+        return SearchResult(scores, rows[found.clamp_min(0)].where(found >= 0, -1))
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        """Copies of the vectors of these ids [n]."""
+        if len(ids) and int(ids.max()) >= len(self.value):
+            checks.fail("search", "vectors", f"[n, D] with a row for id {int(ids.max())}", f"{len(self.value)} rows")
+        if isinstance(self.value, Tensor):
+            return self.value[ids.to(self.value.device)]
+        return torch.from_numpy(np.ascontiguousarray(self.value[ids.numpy()]).astype(np.float32, copy=False))
