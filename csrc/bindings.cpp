@@ -243,6 +243,7 @@ void def_cuda(py::module_& module) {
 
 PYBIND11_MODULE(_C, module) {
   module.attr("compiler") = kCompiler;
+  module.attr("amd") = drq::is_amd();
   module.attr("max_levels") = drq::kMaxLevels;
   def_jobs(module);
   def_training(module);

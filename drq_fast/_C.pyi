@@ -4,6 +4,7 @@ csrc/search.h and csrc/levels.h document every member; the names here are theirs
 """
 
 compiler: str
+amd: bool  # made by AMD
 cuda: bool
 max_levels: int  # kMaxLevels: levels up to which codes are scanned by bytes
 

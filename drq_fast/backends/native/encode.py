@@ -11,6 +11,7 @@ from .. import torch as definition
 from ..gradients import centred
 from ..types import Parameters
 from .extension import MAX_CODEWORDS, floats, instruction_set, native, pointer
+from .products import product
 from .threads import in_threads, single_threaded, tiles
 
 if TYPE_CHECKING:
@@ -68,15 +69,17 @@ def gram(codebook: Tensor) -> Tensor:
 def _gram_in_threads(codebook: Tensor) -> Tensor:
     """C C^T [K, K]; threads of ours share out the rows where that pays."""
     K, D = codebook.shape
-    if K * K > _TINY or K * K * D < _PRODUCT or K < 128:
+    if K * K > _TINY:
+        return product(codebook, codebook.T)
+    if K * K * D < _PRODUCT or K < 128:
         return gram(codebook)
-    product = floats(K, K)
+    found = floats(K, K)
 
     def work(_: int, rows: slice) -> None:
-        torch.mm(codebook[rows], codebook.T, out=product[rows])
+        found[rows] = product(codebook[rows], codebook.T)
 
     in_threads(work, K)
-    return product
+    return found
 
 
 class Words:
@@ -119,13 +122,12 @@ def _encode_by_products(x: Tensor, words: Words, offset: Tensor | None) -> Tenso
     isa, step = instruction_set(), max(256, _TILE // max(P, words.D))
 
     def work(_: int, rows: slice) -> None:
-        scores = floats(min(step, rows.stop - rows.start), P)
         for here in tiles(rows, step):
             h = centred(x[here], offset)
             h = h.clone() if h.data_ptr() == x[here].data_ptr() else h
             chosen = codes.new_empty(len(h), 1)
             for m, levels in enumerate(words.jobs):
-                torch.mm(h, words.codebook.T, out=scores[: len(h)])
+                scores = product(h, words.codebook.T)
                 tile = native.Tile(levels=levels, x=pointer(h), scores=pointer(scores), N=len(h))
                 job = native.Encode(
                     tile=tile, omega=0, still_to_come=0, codes=pointer(chosen), beam=1, wide=codes.dtype == torch.int32
@@ -146,10 +148,9 @@ def _encode(x: Tensor, levels: Levels, offset: Tensor | None, beam: int, omega: 
     isa, step = instruction_set(), max(64, _TILE // max(levels.P, levels.D))
 
     def work(_: int, rows: slice) -> None:
-        scores = floats(min(step, rows.stop - rows.start), levels.P)
         for here in tiles(rows, step):
             tile = centred(x[here], offset)
-            torch.mm(tile, levels.codebook.T, out=scores[: len(tile)])
+            scores = product(tile, levels.codebook.T)
             job = native.Encode(
                 tile=levels.tile(tile, scores),
                 omega=pointer(omega),
