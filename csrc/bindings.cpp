@@ -148,6 +148,7 @@ void def_training(py::module_& module) {
            }),
            py::kw_only(), arg("tile"), arg("gamma"), arg("codes"), arg("squared_norms"), arg("residuals"), arg("soft"));
   attribute<&Training::product>(type, "product");
+  attribute<&Training::kappa>(type, "kappa");
   attribute<&Training::delta>(type, "delta");
   attribute<&Training::hard_errors>(type, "hard_errors");
   attribute<&Training::soft_errors>(type, "soft_errors");

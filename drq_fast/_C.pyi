@@ -93,6 +93,7 @@ class Training:
         self, *, tile: Tile, gamma: float, codes: int, squared_norms: int, residuals: int, soft: int
     ) -> None: ...
     product: int
+    kappa: int
     delta: int
     hard_errors: int
     soft_errors: int

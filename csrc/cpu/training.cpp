@@ -181,14 +181,12 @@ float errors_backward(const Training& job, const Row& row, int64_t n, int64_t m,
   const float noise = job.squared_norms[n] * kNoise;
   const float alpha = row.dsoft.data[m] * half_over_root(row.soft.data[m], noise);
   const float kappa = alpha + row.djoint.data[m];
-  const Floats by_t = Floats::all(-2 * alpha), by_v = Floats::all(2 * kappa), weight = Floats::all(kappa);
+  const Floats by_t = Floats::all(-2 * alpha), by_v = Floats::all(2 * kappa);
   const float *t = row.t.data + m * P, *delta = row.delta.data + m * P, *v = row.v.data + m * P;
-  float* weighted = job.product + place * P;
+  job.kappa[place] = kappa;
   for (int64_t k = 0; k < P; k += kWidth) {
-    const Floats change = Floats::load(delta + k);
     (Floats::load(a + k) + by_t * Floats::load(t + k) + by_v * Floats::load(v + k)).store(a + k);
-    (Floats::load(dt + k) + by_t * change).store(dt + k);
-    (weight * change).store(weighted + k);
+    (Floats::load(dt + k) + by_t * Floats::load(delta + k)).store(dt + k);
   }
   return alpha + row.dhard.data[m] * half_over_root(job.residuals[place], noise);
 }

@@ -41,7 +41,7 @@ const char* difference(const Result& a, const Result& b) {
   if (!same(a.codes64, b.codes64)) return "codes of training";
   const char* const names[] = {"squared_norms", "residuals", "soft",        "product",     "dscores",      "dnorms",
                                "dgram",         "ddiagonal", "hard errors", "soft errors", "joint errors", "delta",
-                               "decoded",       "errors",    "pulls",       "dscale rows", "dcodebook"};
+                               "kappa", "decoded",       "errors",    "pulls",       "dscale rows", "dcodebook"};
   for (size_t i = 0; i < a.floats.size(); ++i)
     if (!same(a.floats[i], b.floats[i])) return names[i];
   return same(a.doubles, b.doubles) ? nullptr : "dscale or the loss";
@@ -131,7 +131,7 @@ struct Case {
   void training(int isa, Result& result) const {
     result.codes64.assign(N * M, 77);
     result.doubles.assign(M + 1, 0);
-    for (const int64_t size : {N, N * M, N * M * P, N * M * P, N * P, N, P * P, P, N * M, N * M, N * M, N * P})
+    for (const int64_t size : {N, N * M, N * M * P, N * M * P, N * P, N, P * P, P, N * M, N * M, N * M, N * P, N * M})
       result.floats.emplace_back(size);
     auto& floats = result.floats;
     drq::Training job{};
@@ -140,7 +140,7 @@ struct Case {
     job.product = floats[3].data(), job.dscores = floats[4].data(), job.dsquared_norms = floats[5].data();
     job.dgram = floats[6].data(), job.ddiagonal = floats[7].data(), job.dscale = result.doubles.data();
     job.hard_errors = floats[8].data(), job.soft_errors = floats[9].data(), job.joint_errors = floats[10].data();
-    job.delta = floats[11].data();
+    job.delta = floats[11].data(), job.kappa = floats[12].data();
     if (of == kLoss) {
       job.omega = omega.data(), job.of_hard = 1, job.of_soft = 0.5f, job.of_joint = 0.25f;
       job.gap = gap, job.value = &result.doubles[M];
