@@ -8,8 +8,8 @@ namespace drq {
 // A codec in score space. K is padded to P, a multiple of 16: codewords and gram with zeros, bias with infinity, so
 // that padding is never chosen.
 struct Levels {
-  const float* codebook;  // [P, D]  read only for rows that are re-based
-  const float* gram;      // [P, P]  G = C C^T
+  const float* codebook;  // [P, D]  read without gram, and for rows that are re-based
+  const float* gram;      // [P, P]  G = C C^T; null with M = 1, where it is not needed
   const float* diagonal;  // [P]     G[k, k]
   const float* bias;      // [M, P]  scale[m]^2 G[k, k]
   const float* scale;     // [M]

@@ -87,22 +87,31 @@ class Words:
 
     def __init__(self, codec: Parameters) -> None:
         self.K, self.D = codec.codebook.shape
-        P = -(-self.K // 16) * 16
+        self.P = -(-self.K // 16) * 16
         self.scale = codec.scale.float().contiguous()
-        self.codebook = _padded(codec.codebook, P)
-        self.bias = (self.scale * self.scale)[:, None] * self.codebook.square().sum(dim=1)
+        self.codebook = _padded(codec.codebook, self.P)
+        self.diagonal = self.codebook.square().sum(dim=1)
+        self.bias = (self.scale * self.scale)[:, None] * self.diagonal
         self.bias[:, self.K :] = float("inf")
         self.jobs = [
             native.Levels(
-                codebook=0, gram=0, diagonal=0, bias=pointer(bias), scale=pointer(scale), K=self.K, P=P, D=self.D, M=1
+                codebook=pointer(self.codebook),
+                gram=0,
+                diagonal=pointer(self.diagonal),
+                bias=pointer(bias),
+                scale=pointer(scale),
+                K=self.K,
+                P=self.P,
+                D=self.D,
+                M=1,
             )
             for bias, scale in zip(self.bias, self.scale, strict=True)
         ]
 
 
 def by_products(N: int, K: int, M: int) -> bool:
-    """Whether M products h C^T of N K D are cheaper than x C^T and C C^T, N K D + K K D; or whether the latter is
-    larger than memory should be."""
+    """Whether to multiply what is left with the codewords at every level: M products h C^T of N K D can be cheaper than
+    x C^T and C C^T, N K D + K K D, and C C^T can be larger than memory should be. Training has the same ratio."""
     return K > MAX_CODEWORDS or (K >= _MANY and K > (M - 1) * N)
 
 
@@ -117,9 +126,9 @@ def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Ten
 
 def _encode_by_products(x: Tensor, words: Words, offset: Tensor | None) -> Tensor:
     """Greedy codes: each level multiplies what the levels before it left over with the codewords."""
-    P, M = len(words.codebook), len(words.jobs)
+    M = len(words.jobs)
     codes = torch.empty(len(x), M, dtype=definition.code_dtype(words.K), device="cpu")
-    isa, step = instruction_set(), max(256, _TILE // max(P, words.D))
+    isa, step = instruction_set(), max(256, _TILE // max(words.P, words.D))
 
     def work(_: int, rows: slice) -> None:
         for here in tiles(rows, step):

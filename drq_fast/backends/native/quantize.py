@@ -13,6 +13,7 @@ from ..gradients import graphless, like_inputs, refuse_second_derivatives
 from ..types import Parameters, Quantized
 from .encode import Levels
 from .extension import floats, native, pointer
+from .level import level_for
 from .products import product
 from .training import Chosen, Gradients, Recursion, Totals
 
@@ -21,6 +22,8 @@ def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
     """Soft and hard approximation of x [N, D]: see `backends.torch.quantize`; differentiable once."""
     with torch.autocast("cpu", enabled=False):
         sharpness = checks.gamma_value("quantize", gamma)
+        if level := level_for("quantize", x, codec, sharpness):
+            return definition.quantize(x, codec, sharpness, level)
         return Quantized(*_Quantize.apply(*graphless(x, *codec.tensors()), sharpness))
 
 
