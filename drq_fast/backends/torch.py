@@ -49,7 +49,10 @@ def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor, level: OneLeve
 
 
 def distortion(x: Tensor, codec: Parameters, gamma: float | Tensor, level: OneLevel | None = None) -> Distortion:
-    """The errors of x [N, D] after each of M levels, each [N, M], and the codes; differentiable. level: see `quantize`."""
+    """The errors of x [N, D] after each of M levels, each [N, M], and the codes; differentiable.
+
+    level: another backend's, which computes the same.
+    """
     with torch.autocast(x.device.type, enabled=False):
         h, codebook, scale, _ = _centred(x, codec)
         hard_error, soft_error = h, h

@@ -43,7 +43,7 @@ class Chosen(NamedTuple):
     x: Tensor  # [n, D], centred
     scores: Tensor  # [n, P]
     soft: Tensor  # [n * M, P], p - onehot
-    vectors: Tensor | None  # [n, M, D], that times C, if errors are wanted by way of them
+    vectors: Tensor | None  # [n * M, D], that times C, if errors are wanted by way of it
     job: _C.Training
 
 
@@ -112,20 +112,20 @@ class Recursion:
                     omega, job.of_hard, job.of_soft, job.of_joint, job.gap = self.terms
                     job.omega = pointer(omega)
                 native.assign_cpu(job, self.isa)
-                few = Chosen(rows, part, x, S, soft[: len(x) * M], None, job)
+                p, vectors = soft[: len(x) * M], None
                 if errors:
-                    few, times_gram = self._times_gram(few)
+                    vectors, times_gram = self._times_gram(p)
                     job.product = pointer(times_gram)
-                then(few)
+                then(Chosen(rows, part, x, S, p, vectors, job))
 
         in_threads(work, block.stop - block.start)
 
-    def _times_gram(self, few: Chosen) -> tuple[Chosen, Tensor]:
-        """few with its vectors, if they are used, and soft [n M, P] times C C^T."""
+    def _times_gram(self, soft: Tensor) -> tuple[Tensor | None, Tensor]:
+        """(soft [n M, P] times C, if that is on the way; soft times C C^T)."""
         if not self.through_vectors:
-            return few, product(few.soft, self.levels.gram)
-        vectors = product(few.soft, self.levels.codebook)
-        return few._replace(vectors=vectors.view(len(few.x), -1, self.levels.D)), product(vectors, self.levels.codebook.T)
+            return None, product(soft, self.levels.gram)
+        vectors = product(soft, self.levels.codebook)
+        return vectors, product(vectors, self.levels.codebook.T)
 
 
 class _Sums:
@@ -173,7 +173,8 @@ class Totals:
         job.ddelta = pointer(ddelta)
         native.backward_cpu(job, self.recursion.isa)
         if few.vectors is not None:  # soft is Delta now
-            pulls = (few.vectors * levels.scale[:, None]).cumsum(dim=1) * (2 * kappa[:, :, None])  # 2 kappa Delta C
+            of_levels = few.vectors.view(-1, levels.M, levels.D) * levels.scale[:, None]
+            pulls = of_levels.cumsum(dim=1) * (2 * kappa[:, :, None])  # 2 kappa Delta C
             add_product(sums.dcodebook, pulls.flatten(0, 1), few.soft)
         elif ddelta is None:
             _add_symmetric(sums.dgram, few.soft, few.soft * kappa.view(-1, 1))
