@@ -131,12 +131,13 @@ def _encode_by_products(x: Tensor, words: Words, offset: Tensor | None) -> Tenso
     isa, step = instruction_set(), max(256, _TILE // max(words.P, words.D))
 
     def work(_: int, rows: slice) -> None:
+        scratch = floats(min(step, rows.stop - rows.start), words.P)
         for here in tiles(rows, step):
             h = centred(x[here], offset)
             h = h.clone() if h.data_ptr() == x[here].data_ptr() else h
             chosen = codes.new_empty(len(h), 1)
             for m, levels in enumerate(words.jobs):
-                scores = product(h, words.codebook.T)
+                scores = product(h, words.codebook.T, scratch[: len(h)])
                 tile = native.Tile(levels=levels, x=pointer(h), scores=pointer(scores), N=len(h))
                 job = native.Encode(
                     tile=tile, omega=0, still_to_come=0, codes=pointer(chosen), beam=1, wide=codes.dtype == torch.int32
@@ -157,9 +158,10 @@ def _encode(x: Tensor, levels: Levels, offset: Tensor | None, beam: int, omega: 
     isa, step = instruction_set(), max(64, _TILE // max(levels.P, levels.D))
 
     def work(_: int, rows: slice) -> None:
+        scratch = floats(min(step, rows.stop - rows.start), levels.P)
         for here in tiles(rows, step):
             tile = centred(x[here], offset)
-            scores = product(tile, levels.codebook.T)
+            scores = product(tile, levels.codebook.T, scratch[: len(tile)])
             job = native.Encode(
                 tile=levels.tile(tile, scores),
                 omega=pointer(omega),

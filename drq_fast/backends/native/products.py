@@ -15,10 +15,10 @@ from .extension import native
 _LARGE = 1 << 20  # multiplications from which oneDNN's start, about 10 microseconds, does not matter
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """a [n, d] times b [d, k]."""
+def product(a: Tensor, b: Tensor, scratch: Tensor | None = None) -> Tensor:
+    """a [n, d] times b [d, k]. The result may be in scratch [n, k], which spares new memory and its page faults."""
     if a.shape[0] * b.numel() < _LARGE or not _prefers_onednn():
-        return a @ b
+        return torch.mm(a, b, out=scratch)
     return torch.ops.mkldnn._linear_pointwise(a, b.T, None, "none", [], "")
 
 

@@ -92,14 +92,16 @@ class Recursion:
         def work(part: int, share: slice) -> None:
             height = min(step, share.stop - share.start)
             own = floats(height if scores is None else 0, P)
-            soft = floats(height * M, P)
+            soft, scratch = floats(height * M, P), floats(height * M if errors else 0, P)
             residuals, squared_norms = floats(height, M), floats(height)
             for here in tiles(share, step):
                 rows = slice(block.start + here.start, block.start + here.stop)
                 x = centred(self.x[rows], self.offset)
                 S = own[: len(x)] if scores is None else scores[here]
                 if not known:
-                    S.copy_(product(x, levels.codebook.T))
+                    found = product(x, levels.codebook.T, S)
+                    if found is not S:
+                        S.copy_(found)
                 job = native.Training(
                     tile=levels.tile(x, S),
                     gamma=self.gamma,
@@ -114,18 +116,18 @@ class Recursion:
                 native.assign_cpu(job, self.isa)
                 p, vectors = soft[: len(x) * M], None
                 if errors:
-                    vectors, times_gram = self._times_gram(p)
+                    vectors, times_gram = self._times_gram(p, scratch[: len(p)])
                     job.product = pointer(times_gram)
                 then(Chosen(rows, part, x, S, p, vectors, job))
 
         in_threads(work, block.stop - block.start)
 
-    def _times_gram(self, soft: Tensor) -> tuple[Tensor | None, Tensor]:
+    def _times_gram(self, soft: Tensor, scratch: Tensor) -> tuple[Tensor | None, Tensor]:
         """(soft [n M, P] times C, if that is on the way; soft times C C^T)."""
         if not self.through_vectors:
-            return None, product(soft, self.levels.gram)
+            return None, product(soft, self.levels.gram, scratch)
         vectors = product(soft, self.levels.codebook)
-        return vectors, product(vectors, self.levels.codebook.T)
+        return vectors, product(vectors, self.levels.codebook.T, scratch)
 
 
 class _Sums:
