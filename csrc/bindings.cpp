@@ -156,6 +156,7 @@ void def_training(py::module_& module) {
            }),
            py::kw_only(), arg("tile"), arg("gamma"), arg("codes"), arg("squared_norms"), arg("residuals"), arg("soft"));
   attribute<&Training::product>(type, "product");
+  attribute<&Training::kappa>(type, "kappa");
   attribute<&Training::delta>(type, "delta");
   attribute<&Training::hard_errors>(type, "hard_errors");
   attribute<&Training::soft_errors>(type, "soft_errors");
@@ -251,6 +252,7 @@ void def_cuda(py::module_& module) {
 
 PYBIND11_MODULE(_C, module) {
   module.attr("compiler") = kCompiler;
+  module.attr("amd") = drq::is_amd();
   module.attr("max_levels") = drq::kMaxLevels;
   def_jobs(module);
   def_training(module);

@@ -10,6 +10,9 @@ constexpr int kIsaCount = 3;
 // isa is an index into kIsaNames: compiled in, and this processor has it.
 bool isa_supported(int isa);
 
+// Made by AMD.
+bool is_amd();
+
 }  // namespace drq
 
 #ifdef DRQ_X86

@@ -8,8 +8,8 @@ namespace drq {
 // A codec in score space. K is padded to P, a multiple of 16: codewords and gram with zeros, bias with infinity, so
 // that padding is never chosen.
 struct Levels {
-  const float* codebook;  // [P, D]  read only for rows that are re-based
-  const float* gram;      // [P, P]  G = C C^T
+  const float* codebook;  // [P, D]  read without gram, and for rows that are re-based
+  const float* gram;      // [P, P]  G = C C^T; null with M = 1, where it is not needed
   const float* diagonal;  // [P]     G[k, k]
   const float* bias;      // [M, P]  scale[m]^2 G[k, k]
   const float* scale;     // [M]
@@ -40,9 +40,8 @@ void encode_cpu(const Encode& job, int isa);
 //   mix       in `delta`, what soft and hard approximation differ by; product is not read
 //   backward  dscores, dsquared_norms, and added up over rows dgram, ddiagonal and dscale, from the gradients of
 //             - the errors, dhard, dsoft and djoint, or, where these are null, of the loss, which it adds to `value`;
-//             it
-//               leaves in `soft` the sums Delta_m of scale[i] (p_i - onehot(b_i)) over i <= m, and in `product` those
-//               times the gradient of Delta_m G Delta_m^T; then the caller adds soft^T product to dgram
+//               it leaves in `soft` the sums Delta_m of scale[i] (p_i - onehot(b_i)) over i <= m, and in `kappa` the
+//               gradients of Delta_m G Delta_m^T; then the caller adds Delta_m^T kappa_m Delta_m to dgram
 //             - or, where product is null, of Delta_{M-1} alone
 struct Training {
   Tile tile;
@@ -51,7 +50,8 @@ struct Training {
   float* squared_norms;  // [N]        ||x||^2
   float* residuals;      // [N, M]     r_{m+1} = ||x - xhat_m||^2
   float* soft;           // [N, M, P]
-  float* product;        // [N, M, P]
+  const float* product;  // [N, M, P]
+  float* kappa;          // [N, M]
   float* delta;          // [N, P]     Delta_{M-1}
 
   float* hard_errors;   // [N, M]     ||x - xhat_m||; null where errors are not wanted

@@ -4,6 +4,7 @@ csrc/search.h and csrc/levels.h document every member; the names here are theirs
 """
 
 compiler: str
+amd: bool  # made by AMD
 cuda: bool
 max_levels: int  # kMaxLevels: levels up to which codes are scanned by bytes
 
@@ -111,6 +112,7 @@ class Training:
         self, *, tile: Tile, gamma: float, codes: int, squared_norms: int, residuals: int, soft: int
     ) -> None: ...
     product: int
+    kappa: int
     delta: int
     hard_errors: int
     soft_errors: int

@@ -287,7 +287,7 @@ def _column_of_levels(
 ) -> ModuleType:
     """The backend of an operation that goes through the levels."""
     unsupported = backends.cannot_quantize(x, codec, gamma)
-    return backends.choose(op, x.device.type, backend, unsupported, torch_is_faster=_few_rows(x, codec))
+    return backends.choose(op, x.device.type, backend, unsupported)
 
 
 def _few_rows(x: Tensor, codec: Parameters) -> bool:

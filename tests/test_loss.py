@@ -20,6 +20,7 @@ from drq_fast.backends.native import extension, training
 needs_native = pytest.mark.skipif(extension.native is None, reason="the extension is not built")
 ISAS = [] if extension.native is None else extension.supported_isas()
 SHAPES = [(1, 1, 2, 1), (1000, 8, 16, 3), (37, 33, 19, 4), (200, 5, 257, 2), (60, 700, 300, 8), (20, 9, 40, 16)]
+SHAPES += [(50, 9, 1100, 3), (40, 24, 9000, 3), (70, 5, 16384, 2)]  # by products at every level, see level.py
 NAMES = ("x", "codebook", "scale", "offset")
 ROOT = Path(__file__).parents[1]
 FEATURES = Path(os.environ.get("DRQ_DATA", ROOT.parent / "shared" / "data")) / "cifar10_effnet_lite0.npz"

@@ -35,6 +35,14 @@ bool isa_supported(int isa) {
   return isa == 0;
 }
 
+bool is_amd() {
+#ifdef DRQ_X86
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
 void encode_cpu(const Encode& job, int isa) { DRQ_CHOOSE_COPY(encode, isa)(job); }
 void assign_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(assign, isa)(job); }
 void evaluate_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(evaluate, isa)(job); }

@@ -39,21 +39,29 @@ constexpr float kRebaseBelow = 1.0f / 256;
 
 // Advances row n from level m to m + 1: t_next = t - s_m G[path[m]], given r = r_{m+1}; returns r. `base` is the
 // squared norm of the vector from which t was last computed directly. If r is small relative to it, t_next and r are
-// computed from the residual vector, which becomes the new base. t_next may be t.
+// computed from the residual vector, which becomes the new base. t_next may be t. Without gram
+// only t_next[path[m]] is computed.
 template <class Code>
 float advance(const Tile& tile, int64_t n, const Code* path, int64_t m, float r, const float* t, float* t_next,
               float& base, float* residual) {
+  const int64_t b = path[m];
   if (r < base * kRebaseBelow) {
     std::memcpy(residual, tile.x + n * tile.D, tile.D * sizeof(float));
     for (int64_t i = 0; i <= m; ++i) {
       const float* word = tile.codebook + path[i] * tile.D;
       for (int64_t d = 0; d < tile.D; ++d) residual[d] -= tile.scale[i] * word[d];
     }
-    for (int64_t k = 0; k < tile.K; ++k) t_next[k] = dot(residual, tile.codebook + k * tile.D, tile.D);
-    for (int64_t k = tile.K; k < tile.P; ++k) t_next[k] = 0;
+    const bool all = tile.gram != nullptr;
+    for (int64_t k = all ? 0 : b; k < (all ? tile.K : b + 1); ++k)
+      t_next[k] = dot(residual, tile.codebook + k * tile.D, tile.D);
+    for (int64_t k = tile.K; all && k < tile.P; ++k) t_next[k] = 0;
     return base = dot(residual, residual, tile.D);
   }
-  const float* row = tile.gram + path[m] * tile.P;
+  if (tile.gram == nullptr) {
+    t_next[b] = t[b] - tile.scale[m] * tile.diagonal[b];
+    return r;
+  }
+  const float* row = tile.gram + b * tile.P;
   const Floats factor = Floats::all(tile.scale[m]);
   for (int64_t k = 0; k < tile.P; k += kWidth) (Floats::load(t + k) - factor * Floats::load(row + k)).store(t_next + k);
   return r;

@@ -181,44 +181,45 @@ float errors_backward(const Training& job, const Row& row, int64_t n, int64_t m,
   const float noise = job.squared_norms[n] * kNoise;
   const float alpha = row.dsoft.data[m] * half_over_root(row.soft.data[m], noise);
   const float kappa = alpha + row.djoint.data[m];
-  const Floats by_t = Floats::all(-2 * alpha), by_v = Floats::all(2 * kappa), weight = Floats::all(kappa);
+  const Floats by_t = Floats::all(-2 * alpha), by_v = Floats::all(2 * kappa);
   const float *t = row.t.data + m * P, *delta = row.delta.data + m * P, *v = row.v.data + m * P;
-  float* weighted = job.product + place * P;
+  job.kappa[place] = kappa;
   for (int64_t k = 0; k < P; k += kWidth) {
-    const Floats change = Floats::load(delta + k);
     (Floats::load(a + k) + by_t * Floats::load(t + k) + by_v * Floats::load(v + k)).store(a + k);
-    (Floats::load(dt + k) + by_t * change).store(dt + k);
-    (weight * change).store(weighted + k);
+    (Floats::load(dt + k) + by_t * Floats::load(delta + k)).store(dt + k);
   }
   return alpha + row.dhard.data[m] * half_over_root(job.residuals[place], noise);
 }
 
 // Adds the gradients of level m of row n; returns dL/dr_m. t = t_m, next = t_{m+1}, rho = dL/dr_{m+1}; a is the sum of
-// dL/dDelta_j over j >= m; dt is dL/dt_{m+1} before and dL/dt_m after the call. Overwrites an entry of `soft`.
+// dL/dDelta_j over j >= m; dt is dL/dt_{m+1} before and dL/dt_m after the call.
 float level_backward(const Training& job, int64_t n, int64_t m, const float* t, const float* next, float rho,
                      const float* a, float* dt) {
   const Tile& tile = job.tile;
   const int64_t P = tile.P, b = job.codes[n * tile.M + m];
   const float s = tile.scale[m];
   float* p = job.soft + (n * tile.M + m) * P;
+  const float own = p[b], p_b = own + 1;
+  p[b] = 0;
 
   // t_{m+1} = t_m - s G[b], and Delta_m = Delta_{m-1} + s (p - onehot).
-  const float* row = tile.gram + b * P;
-  float* drow = job.dgram + b * P;
+  const bool last = tile.gram == nullptr;  // nothing depends on t_{m+1}
+  const float* row = last ? nullptr : tile.gram + b * P;
+  float* drow = last ? nullptr : job.dgram + b * P;
   const Floats factor = Floats::all(s);
   Floats by_row = Floats::all(0), by_soft = Floats::all(0);
   for (int64_t k = 0; k < P; k += kWidth) {
+    by_soft = by_soft + Floats::load(p + k) * Floats::load(a + k);
+    if (last) continue;
     const Floats gradient = Floats::load(dt + k);
     by_row = by_row + gradient * Floats::load(row + k);
-    by_soft = by_soft + Floats::load(p + k) * Floats::load(a + k);
     (Floats::load(drow + k) - factor * gradient).store(drow + k);
   }
-  const float of_soft = sum(by_soft), average = of_soft + a[b];
-  double ds = static_cast<double>(of_soft) - sum(by_row);
+  const float average = sum(by_soft) + p_b * a[b];
+  double ds = static_cast<double>(average) - a[b] - sum(by_row);
 
   // p = softmax(-gamma d), d^2[k] = r_m - 2 s t[k] + s^2 G[k, k]; q is the gradient by d^2. First all but d[b].
-  const float p_b = p[b] + 1, r = m ? job.residuals[n * tile.M + m - 1] : job.squared_norms[n];
-  p[b] = 0;
+  const float r = m ? job.residuals[n * tile.M + m - 1] : job.squared_norms[n];
   const float* bias = tile.bias + m * P;
   const float slope = -0.5f * job.gamma * s, noise = job.squared_norms[n] * kNoise;
   const Floats squared = Floats::all(r), mean = Floats::all(average), slopes = Floats::all(slope);
@@ -235,6 +236,7 @@ float level_backward(const Training& job, int64_t n, int64_t m, const float* t, 
     (Floats::load(dt + k) - twice * q).store(dt + k);
     (Floats::load(job.ddiagonal + k) + scale_squared * q).store(job.ddiagonal + k);
   }
+  p[b] = own;
   ds += 2 * (static_cast<double>(s) * sum(by_diagonal) - sum(by_t));
 
   // d^2[b] = r_{m+1}, which may have been computed from the residual vector, and t_{m+1}[b] = t_m[b] - s G[b, b].

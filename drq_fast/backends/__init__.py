@@ -171,15 +171,13 @@ def cannot_quantize(x: Tensor, codec: Parameters, gamma: float | Tensor = 1.0) -
     """Why the kernels of the levels may not be used, if so."""
     if isinstance(gamma, Tensor) and gamma.requires_grad:
         return "it gives no gradient of gamma"
-    if len(codec.codebook) > extension.MAX_CODEWORDS:
-        return f"it forms K x K inner products, and K is above {extension.MAX_CODEWORDS}"
-    return cannot_compile(codec, x)
+    return (None if x.device.type == "cpu" else _too_many_codewords(codec)) or cannot_compile(codec, x)
 
 
 def cannot_encode(x: Tensor, codec: Parameters, beam: int) -> str | None:
-    """Why the kernels of greedy codes or of a beam may not be used, if so. On the CPU greedy codes need no K x K."""
+    """Why the kernels of greedy codes or of a beam may not be used, if so. On the CPU only a beam needs K x K."""
     greedy = beam == 1 and x.device.type == "cpu"
-    return cannot_compile(codec, x) if greedy else cannot_quantize(x, codec)
+    return (None if greedy else _too_many_codewords(codec)) or cannot_compile(codec, x)
 
 
 def cannot_search(query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor | None) -> str | None:
@@ -193,9 +191,13 @@ def cannot_search(query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor
 
 def cannot_add_norms(codec: Parameters) -> str | None:
     """Why the compiled squared norms may not be used, if so."""
-    if len(codec.codebook) > extension.MAX_CODEWORDS:
-        return f"it forms K x K inner products, and K is above {extension.MAX_CODEWORDS}"
-    return cannot_differentiate(codec)
+    return _too_many_codewords(codec) or cannot_differentiate(codec)
+
+
+def _too_many_codewords(codec: Parameters) -> str | None:
+    if len(codec.codebook) <= extension.MAX_CODEWORDS:
+        return None
+    return f"it forms K x K inner products, and K is above {extension.MAX_CODEWORDS}"
 
 
 def choose_for_norms(device: str, codec: Parameters) -> ModuleType:

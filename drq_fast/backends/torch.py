@@ -7,7 +7,7 @@ soft assignment, codes [N, M], offset [D] or None. Codes [N, L] with L < M are p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import NamedTuple
 
@@ -33,36 +33,47 @@ _MAX_GRAM = 8192  # codewords up to which their inner products K x K are formed
 FLOOR = 1e-3  # share of the sum of level weights that levels at the end count at least, above the rounding of float32
 
 
-class _Level(NamedTuple):
-    codes: Tensor  # [N]
-    hard: Tensor  # [N, D]
-    soft: Tensor  # [N, D]
+class Level(NamedTuple):
+    """What one level adds: codes [N], hard [N, D], soft [N, D]."""
+
+    codes: Tensor
+    hard: Tensor
+    soft: Tensor
 
 
-def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
-    """Soft and hard approximation of x [N, D] by M levels, and the codes; differentiable."""
+OneLevel = Callable[[int, Tensor, Tensor, Tensor], Level]  # m, h [N, D], codebook [K, D], scale[m] -> level m of h
+
+
+def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor, level: OneLevel | None = None) -> Quantized:
+    """Soft and hard approximation of x [N, D] by M levels, and the codes; differentiable.
+
+    level: another backend's, which computes the same.
+    """
     with torch.autocast(x.device.type, enabled=False):
         h, codebook, scale, offset = _centred(x, codec)
-        levels = list(_levels(h, codebook, scale, gamma))
+        levels = list(_levels(h, codebook, scale, level or _level_with(gamma)))
         shift = 0 if offset is None else offset
-        soft = sum((level.soft for level in levels), torch.zeros_like(h)) + shift
-        hard = sum((level.hard for level in levels), torch.zeros_like(h)) + shift
-        return Quantized(soft.to(x.dtype), hard.to(x.dtype), torch.stack([level.codes for level in levels], dim=1))
+        soft = sum((found.soft for found in levels), torch.zeros_like(h)) + shift
+        hard = sum((found.hard for found in levels), torch.zeros_like(h)) + shift
+        return Quantized(soft.to(x.dtype), hard.to(x.dtype), torch.stack([found.codes for found in levels], dim=1))
 
 
-def distortion(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Distortion:
-    """The errors of x [N, D] after each of M levels, each [N, M], and the codes; differentiable."""
+def distortion(x: Tensor, codec: Parameters, gamma: float | Tensor, level: OneLevel | None = None) -> Distortion:
+    """The errors of x [N, D] after each of M levels, each [N, M], and the codes; differentiable.
+
+    level: another backend's, which computes the same.
+    """
     with torch.autocast(x.device.type, enabled=False):
         h, codebook, scale, _ = _centred(x, codec)
         hard_error, soft_error = h, h
         hard, soft, joint, codes = [], [], [], []
-        for level in _levels(h, codebook, scale, gamma):
-            hard_error = hard_error - level.hard
-            soft_error = soft_error - level.soft
+        for found in _levels(h, codebook, scale, level or _level_with(gamma)):
+            hard_error = hard_error - found.hard
+            soft_error = soft_error - found.soft
             hard.append(_norm(hard_error))
             soft.append(_norm(soft_error))
             joint.append((hard_error - soft_error).square().sum(dim=1))
-            codes.append(level.codes)
+            codes.append(found.codes)
         return Distortion(*(torch.stack(columns, dim=1) for columns in (hard, soft, joint, codes)))
 
 
@@ -386,16 +397,23 @@ def pad_result(scores: Tensor, positions: Tensor, k: int, metric: str) -> Search
     )
 
 
-def _levels(h: Tensor, codebook: Tensor, scale: Tensor, gamma: float | Tensor) -> Iterator[_Level]:
+def _levels(h: Tensor, codebook: Tensor, scale: Tensor, level: OneLevel) -> Iterator[Level]:
     """The recurrence of the paper: each level quantizes what the hard choices before it left over."""
-    for s in scale.unbind():
+    for m, s in enumerate(scale.unbind()):
+        found = level(m, h, codebook, s)
+        yield found
+        h = h - found.hard
+
+
+def _level_with(gamma: float | Tensor) -> OneLevel:
+    def level(_: int, h: Tensor, codebook: Tensor, s: Tensor) -> Level:
         key = _key(h, codebook, s)  # [N, K]
         distance = _sqrt(h.square().sum(dim=1, keepdim=True) + key)  # d_m [N, K]
         codes = key.detach().argmin(dim=1)
-        hard = s * codebook[codes]
         soft = s * (torch.softmax(-gamma * distance, dim=1) @ codebook)
-        yield _Level(codes, hard, soft)
-        h = h - hard
+        return Level(codes, s * codebook[codes], soft)
+
+    return level
 
 
 def _key(h: Tensor, codebook: Tensor, s: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ const char* difference(const Result& a, const Result& b) {
   if (!same(a.codes64, b.codes64)) return "codes of training";
   const char* const names[] = {"squared_norms", "residuals", "soft",        "product",     "dscores",      "dnorms",
                                "dgram",         "ddiagonal", "hard errors", "soft errors", "joint errors", "delta",
-                               "decoded",       "errors",    "pulls",       "dscale rows", "dcodebook"};
+                               "kappa",         "decoded",   "errors",      "pulls",       "dscale rows",  "dcodebook"};
   for (size_t i = 0; i < a.floats.size(); ++i)
     if (!same(a.floats[i], b.floats[i])) return names[i];
   return same(a.doubles, b.doubles) ? nullptr : "dscale or the loss";
@@ -68,7 +68,7 @@ struct Case {
     for (int64_t m = 0; m < M; ++m) omega.push_back(random.uniform() + 0.1f);
     still_to_come = omega;
     for (int64_t m = M - 1; m-- > 0;) still_to_come[m] += still_to_come[m + 1];
-    of = random.one_of({kLoss, kErrors, kDelta});
+    of = random.one_of({kLoss, kErrors, kDelta}), with_gram = M > 1 || of != kDelta || random.once_in(2);
     for (int64_t i = 0; i < std::max(3 * N * M, N * P); ++i) upstream.push_back(random.normal());
     for (int64_t i = 0; i < N * M; ++i) given.push_back(random.below(K));
     unpadded.assign(codebook.begin(), codebook.begin() + K * D);
@@ -92,7 +92,8 @@ struct Case {
 
   drq::Tile tile() const {
     drq::Tile out{};
-    out.scores = scores.data(), out.x = x.data(), out.codebook = codebook.data(), out.gram = gram.data();
+    out.scores = scores.data(), out.x = x.data(), out.codebook = codebook.data();
+    out.gram = with_gram ? gram.data() : nullptr;
     out.diagonal = diagonal.data(), out.bias = bias.data(), out.scale = scale.data();
     out.N = N, out.K = K, out.P = P, out.D = D, out.M = M;
     return out;
@@ -109,7 +110,8 @@ struct Case {
   Random random;
   int64_t N, D, K, M, P, beam;
   bool wide, gap;
-  int64_t of;  // what gradients are given of
+  int64_t of;      // what gradients are given of
+  bool with_gram;  // of Delta alone, one level works without
   float gamma;
   int64_t cut;  // the codebook's gradients are added up in two parts
   std::vector<float> x, codebook, scale, scores, gram, diagonal, bias, omega, still_to_come, upstream;
@@ -131,7 +133,7 @@ struct Case {
   void training(int isa, Result& result) const {
     result.codes64.assign(N * M, 77);
     result.doubles.assign(M + 1, 0);
-    for (const int64_t size : {N, N * M, N * M * P, N * M * P, N * P, N, P * P, P, N * M, N * M, N * M, N * P})
+    for (const int64_t size : {N, N * M, N * M * P, N * M * P, N * P, N, P * P, P, N * M, N * M, N * M, N * P, N * M})
       result.floats.emplace_back(size);
     auto& floats = result.floats;
     drq::Training job{};
@@ -140,7 +142,7 @@ struct Case {
     job.product = floats[3].data(), job.dscores = floats[4].data(), job.dsquared_norms = floats[5].data();
     job.dgram = floats[6].data(), job.ddiagonal = floats[7].data(), job.dscale = result.doubles.data();
     job.hard_errors = floats[8].data(), job.soft_errors = floats[9].data(), job.joint_errors = floats[10].data();
-    job.delta = floats[11].data();
+    job.delta = floats[11].data(), job.kappa = floats[12].data();
     if (of == kLoss) {
       job.omega = omega.data(), job.of_hard = 1, job.of_soft = 0.5f, job.of_joint = 0.25f;
       job.gap = gap, job.value = &result.doubles[M];

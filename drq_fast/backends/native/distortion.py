@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ... import checks
+from .. import torch as definition
 from ..gradients import graphless, like_inputs, refuse_second_derivatives
 from ..types import Distortion, Parameters
 from .extension import floats, native, pointer
+from .level import level_for
 from .training import Chosen, Gradients, Recursion, Totals
 
 
@@ -18,6 +20,8 @@ def distortion(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Distortio
     """The errors of x [N, D] after each of M levels: see `backends.torch.distortion`; differentiable once."""
     with torch.autocast("cpu", enabled=False):
         sharpness = checks.gamma_value("distortion", gamma)
+        if level := level_for("distortion", x, codec, sharpness):
+            return definition.distortion(x, codec, sharpness, level)
         return Distortion(*_Distortion.apply(*graphless(x, *codec.tensors()), sharpness))
 
 

@@ -11,6 +11,7 @@ from .. import torch as definition
 from ..gradients import centred
 from ..types import Parameters
 from .extension import MAX_CODEWORDS, floats, instruction_set, native, pointer
+from .products import product
 from .threads import in_threads, single_threaded, tiles
 
 if TYPE_CHECKING:
@@ -68,15 +69,17 @@ def gram(codebook: Tensor) -> Tensor:
 def _gram_in_threads(codebook: Tensor) -> Tensor:
     """C C^T [K, K]; threads of ours share out the rows where that pays."""
     K, D = codebook.shape
-    if K * K > _TINY or K * K * D < _PRODUCT or K < 128:
+    if K * K > _TINY:
+        return product(codebook, codebook.T)
+    if K * K * D < _PRODUCT or K < 128:
         return gram(codebook)
-    product = floats(K, K)
+    found = floats(K, K)
 
     def work(_: int, rows: slice) -> None:
-        torch.mm(codebook[rows], codebook.T, out=product[rows])
+        found[rows] = product(codebook[rows], codebook.T)
 
     in_threads(work, K)
-    return product
+    return found
 
 
 class Words:
@@ -84,22 +87,31 @@ class Words:
 
     def __init__(self, codec: Parameters) -> None:
         self.K, self.D = codec.codebook.shape
-        P = -(-self.K // 16) * 16
+        self.P = -(-self.K // 16) * 16
         self.scale = codec.scale.float().contiguous()
-        self.codebook = _padded(codec.codebook, P)
-        self.bias = (self.scale * self.scale)[:, None] * self.codebook.square().sum(dim=1)
+        self.codebook = _padded(codec.codebook, self.P)
+        self.diagonal = self.codebook.square().sum(dim=1)
+        self.bias = (self.scale * self.scale)[:, None] * self.diagonal
         self.bias[:, self.K :] = float("inf")
         self.jobs = [
             native.Levels(
-                codebook=0, gram=0, diagonal=0, bias=pointer(bias), scale=pointer(scale), K=self.K, P=P, D=self.D, M=1
+                codebook=pointer(self.codebook),
+                gram=0,
+                diagonal=pointer(self.diagonal),
+                bias=pointer(bias),
+                scale=pointer(scale),
+                K=self.K,
+                P=self.P,
+                D=self.D,
+                M=1,
             )
             for bias, scale in zip(self.bias, self.scale, strict=True)
         ]
 
 
 def by_products(N: int, K: int, M: int) -> bool:
-    """Whether M products h C^T of N K D are cheaper than x C^T and C C^T, N K D + K K D; or whether the latter is
-    larger than memory should be."""
+    """Whether to multiply what is left with the codewords at every level: M products h C^T of N K D can be cheaper than
+    x C^T and C C^T, N K D + K K D, and C C^T can be larger than memory should be. Training has the same ratio."""
     return K > MAX_CODEWORDS or (K >= _MANY and K > (M - 1) * N)
 
 
@@ -114,18 +126,18 @@ def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Ten
 
 def _encode_by_products(x: Tensor, words: Words, offset: Tensor | None) -> Tensor:
     """Greedy codes: each level multiplies what the levels before it left over with the codewords."""
-    P, M = len(words.codebook), len(words.jobs)
+    M = len(words.jobs)
     codes = torch.empty(len(x), M, dtype=definition.code_dtype(words.K), device="cpu")
-    isa, step = instruction_set(), max(256, _TILE // max(P, words.D))
+    isa, step = instruction_set(), max(256, _TILE // max(words.P, words.D))
 
     def work(_: int, rows: slice) -> None:
-        scores = floats(min(step, rows.stop - rows.start), P)
+        scratch = floats(min(step, rows.stop - rows.start), words.P)
         for here in tiles(rows, step):
             h = centred(x[here], offset)
             h = h.clone() if h.data_ptr() == x[here].data_ptr() else h
             chosen = codes.new_empty(len(h), 1)
             for m, levels in enumerate(words.jobs):
-                torch.mm(h, words.codebook.T, out=scores[: len(h)])
+                scores = product(h, words.codebook.T, scratch[: len(h)])
                 tile = native.Tile(levels=levels, x=pointer(h), scores=pointer(scores), N=len(h))
                 job = native.Encode(
                     tile=tile, omega=0, still_to_come=0, codes=pointer(chosen), beam=1, wide=codes.dtype == torch.int32
@@ -146,10 +158,10 @@ def _encode(x: Tensor, levels: Levels, offset: Tensor | None, beam: int, omega: 
     isa, step = instruction_set(), max(64, _TILE // max(levels.P, levels.D))
 
     def work(_: int, rows: slice) -> None:
-        scores = floats(min(step, rows.stop - rows.start), levels.P)
+        scratch = floats(min(step, rows.stop - rows.start), levels.P)
         for here in tiles(rows, step):
             tile = centred(x[here], offset)
-            torch.mm(tile, levels.codebook.T, out=scores[: len(tile)])
+            scores = product(tile, levels.codebook.T, scratch[: len(tile)])
             job = native.Encode(
                 tile=levels.tile(tile, scores),
                 omega=pointer(omega),

@@ -12,6 +12,7 @@ from .. import torch as definition
 from ..gradients import graphless, like_inputs, refuse_second_derivatives
 from ..types import Loss, Parameters
 from .extension import floats, native, pointer
+from .level import level_for
 from .squared import squared_errors
 from .training import Chosen, Gradients, LossTerms, Recursion, Totals
 
@@ -30,6 +31,8 @@ def loss(
     omega = floats(len(codec.scale)).fill_(1) if omega is None else omega
     settings = (checks.gamma_value("loss", gamma), weights, omega, joint)
     with torch.autocast("cpu", enabled=False):
+        if level := level_for("loss", x, codec, settings[0]):
+            return definition.loss_of(definition.distortion(x, codec, settings[0], level), weights, omega, joint)
         return Loss(*_Loss.apply(*graphless(x, *codec.tensors()), *settings))
 
 

@@ -13,6 +13,8 @@ from ..gradients import graphless, like_inputs, refuse_second_derivatives
 from ..types import Parameters, Quantized
 from .encode import Levels
 from .extension import floats, native, pointer
+from .level import level_for
+from .products import product
 from .training import Chosen, Gradients, Recursion, Totals
 
 
@@ -20,6 +22,8 @@ def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
     """Soft and hard approximation of x [N, D]: see `backends.torch.quantize`; differentiable once."""
     with torch.autocast("cpu", enabled=False):
         sharpness = checks.gamma_value("quantize", gamma)
+        if level := level_for("quantize", x, codec, sharpness):
+            return definition.quantize(x, codec, sharpness, level)
         return Quantized(*_Quantize.apply(*graphless(x, *codec.tensors()), sharpness))
 
 
@@ -42,7 +46,7 @@ class _Quantize(torch.autograd.Function):
             codec = Parameters(levels.codebook, levels.scale, shift)
             chosen = definition.decode(recursion.codes[few.rows], codec)
             hard[few.rows] = chosen
-            soft[few.rows] = chosen.addmm_(delta, levels.codebook)
+            soft[few.rows] = chosen + product(delta, levels.codebook)
 
         recursion.each(slice(0, len(x)), approximate, errors=False, scores=scores)
         ctx.save_for_backward(x, codebook, scale, offset, scores)
@@ -83,7 +87,7 @@ def _backward(
             inside = slice(few.rows.start - first, few.rows.stop - first)
             few.job.delta = pointer(d[inside])
             native.mix_cpu(few.job, recursion.isa)
-            torch.mm(dsoft[few.rows].float(), levels.codebook.T, out=dd[inside])
+            dd[inside] = product(dsoft[few.rows].float(), levels.codebook.T)
             totals.add(few, dscores[inside], ddelta=dd[inside])
 
         recursion.each(block, back, errors=False, scores=scores[block], known=True)
@@ -93,7 +97,7 @@ def _backward(
         totals.to_codebook(delta.add_(chosen), dsoft[block])
         if dhard is not None:
             totals.to_codebook(chosen, dhard[block])
-            ddelta.addmm_(dhard[block].float(), levels.codebook.T)
+            ddelta += product(dhard[block].float(), levels.codebook.T)
         totals.dscale += ddelta.gather(1, codes).sum(dim=0, dtype=torch.float64)
     return totals.gradients()
 

@@ -17,6 +17,7 @@ from ..gradients import centred
 from ..types import Parameters
 from .encode import Levels
 from .extension import floats, instruction_set, native, pointer
+from .products import add_product, product
 from .threads import in_threads, parts_of, tiles
 
 if TYPE_CHECKING:
@@ -42,7 +43,7 @@ class Chosen(NamedTuple):
     x: Tensor  # [n, D], centred
     scores: Tensor  # [n, P]
     soft: Tensor  # [n * M, P], p - onehot
-    product: Tensor  # [n * M, P], that times G, if errors are wanted
+    vectors: Tensor | None  # [n * M, D], that times C, if errors are wanted by way of it
     job: _C.Training
 
 
@@ -63,8 +64,8 @@ class Recursion:
         self.levels, self.x, self.offset = codec.table(Levels), x, codec.offset
         self.gamma, self.terms, self.isa = gamma, terms, instruction_set()
         # Sums Delta_m of soft choices enter the errors as Delta G Delta^T. Per level and row, Delta G and the gradient
-        # of G take 1.5 K K multiplications; through Delta C, in D dimensions, they take 4 K D.
-        self.through_vectors = 4 * self.levels.D < 1.5 * self.levels.P
+        # of G take 1.5 K K multiplications; through Delta C, in D dimensions, they take 3 K D.
+        self.through_vectors = 3 * self.levels.D < 1.5 * self.levels.P
         self.codes = torch.empty(len(x), self.levels.M, dtype=torch.int64, device="cpu")
 
     def blocks(self) -> Iterator[slice]:
@@ -91,14 +92,16 @@ class Recursion:
         def work(part: int, share: slice) -> None:
             height = min(step, share.stop - share.start)
             own = floats(height if scores is None else 0, P)
-            soft, product = floats(height * M, P), floats(height * M if errors else 0, P)
+            soft, scratch = floats(height * M, P), floats(height * M if errors else 0, P)
             residuals, squared_norms = floats(height, M), floats(height)
             for here in tiles(share, step):
                 rows = slice(block.start + here.start, block.start + here.stop)
                 x = centred(self.x[rows], self.offset)
                 S = own[: len(x)] if scores is None else scores[here]
                 if not known:
-                    torch.mm(x, levels.codebook.T, out=S)
+                    found = product(x, levels.codebook.T, S)
+                    if found is not S:
+                        S.copy_(found)
                 job = native.Training(
                     tile=levels.tile(x, S),
                     gamma=self.gamma,
@@ -111,27 +114,27 @@ class Recursion:
                     omega, job.of_hard, job.of_soft, job.of_joint, job.gap = self.terms
                     job.omega = pointer(omega)
                 native.assign_cpu(job, self.isa)
-                lines = len(x) * M
+                p, vectors = soft[: len(x) * M], None
                 if errors:
-                    self._times_gram(soft[:lines], product[:lines])
-                    job.product = pointer(product)
-                then(Chosen(rows, part, x, S, soft[:lines], product[:lines], job))
+                    vectors, times_gram = self._times_gram(p, scratch[: len(p)])
+                    job.product = pointer(times_gram)
+                then(Chosen(rows, part, x, S, p, vectors, job))
 
         in_threads(work, block.stop - block.start)
 
-    def _times_gram(self, soft: Tensor, out: Tensor) -> None:
-        """soft [n M, P] times C C^T."""
-        if self.through_vectors:
-            torch.mm(soft @ self.levels.codebook, self.levels.codebook.T, out=out)
-        else:
-            torch.mm(soft, self.levels.gram, out=out)
+    def _times_gram(self, soft: Tensor, scratch: Tensor) -> tuple[Tensor | None, Tensor]:
+        """(soft [n M, P] times C, if that is on the way; soft times C C^T)."""
+        if not self.through_vectors:
+            return None, product(soft, self.levels.gram, scratch)
+        vectors = product(soft, self.levels.codebook)
+        return vectors, product(vectors, self.levels.codebook.T, scratch)
 
 
 class _Sums:
     """What one thread adds up: the loss, and the gradients that all rows share."""
 
     def __init__(self, codec: Levels) -> None:
-        self.dcodebook = floats(codec.P, codec.D).zero_()  # from soft choices, if not by way of dgram
+        self.dcodebook = floats(codec.D, codec.P).zero_()  # transposed; from soft choices, if not by way of dgram
         self.value = torch.zeros((), dtype=torch.float64, device="cpu")
         self.dscale = torch.zeros(codec.M, dtype=torch.float64, device="cpu")
         self.dgram = floats(codec.P, codec.P).zero_()
@@ -147,7 +150,7 @@ class Totals:
         self.sums = [_Sums(levels) for _ in range(parts_of(N))]
         self.dx = floats(N, levels.D)
         native.large_pages(pointer(self.dx), self.dx.nbytes)
-        self.dcodebook = floats(levels.P, levels.D).zero_()
+        self.dcodebook = floats(levels.D, levels.P).zero_()  # transposed
         self.dscale = torch.zeros(levels.M, dtype=torch.float64, device="cpu")
 
     def add(
@@ -162,31 +165,33 @@ class Totals:
 
         From the gradients of the hard, soft and joint errors [n, M], of Delta [n, P], or of the loss if both are None.
         """
-        sums, dnorms, job = self.sums[few.part], floats(len(few.x)), few.job
+        sums, levels, job = self.sums[few.part], self.levels, few.job
+        dnorms, kappa = floats(len(few.x)), floats(len(few.x), levels.M)
         job.value, job.dscale = pointer(sums.value), pointer(sums.dscale)
         job.dgram, job.ddiagonal = pointer(sums.dgram), pointer(sums.ddiagonal)
-        job.dscores, job.dsquared_norms = pointer(dscores), pointer(dnorms)
+        job.dscores, job.dsquared_norms, job.kappa = pointer(dscores), pointer(dnorms), pointer(kappa)
         if derrors is not None:
             job.dhard, job.dsoft, job.djoint = map(pointer, derrors)
         job.ddelta = pointer(ddelta)
         native.backward_cpu(job, self.recursion.isa)
-        soft = few.soft[: len(few.product)]
-        if self.recursion.through_vectors:
-            sums.dcodebook.addmm_(soft.T, few.product @ self.levels.codebook, alpha=2)
-        else:
-            _add_symmetric(sums.dgram, soft, few.product)
-        dx = torch.mm(dscores, self.levels.codebook, out=self.dx[few.rows])
-        dx.addcmul_(few.x, dnorms[:, None], value=2)
+        if few.vectors is not None:  # soft is Delta now
+            of_levels = few.vectors.view(-1, levels.M, levels.D) * levels.scale[:, None]
+            pulls = of_levels.cumsum(dim=1) * (2 * kappa[:, :, None])  # 2 kappa Delta C
+            add_product(sums.dcodebook, pulls.flatten(0, 1), few.soft)
+        elif ddelta is None:
+            _add_symmetric(sums.dgram, few.soft, few.soft * kappa.view(-1, 1))
+        torch.addcmul(product(dscores, levels.codebook), few.x, dnorms[:, None], value=2, out=self.dx[few.rows])
 
     def to_codebook(self, weights: Tensor, vectors: Tensor, offset: Tensor | None = None) -> None:
         """Adds weights [n, P]^T (vectors [n, D] - offset)."""
         step = max(16, _TILE // self.levels.D)
 
         def work(_: int, columns: slice) -> None:
-            total, shift = self.dcodebook[:, columns], None if offset is None else offset[columns]
+            shift = None if offset is None else offset[columns]
             plain = shift is None and vectors.dtype == torch.float32
             for left, right in zip(*(t.split(len(t) if plain else step) for t in (weights, vectors)), strict=True):
-                total.addmm_(left.T, right[:, columns] if plain else centred(right[:, columns], shift))
+                some = right[:, columns] if plain else centred(right[:, columns], shift)
+                add_product(self.dcodebook[columns], some, left)
 
         in_threads(work, self.levels.D)
 
@@ -196,7 +201,7 @@ class Totals:
         self.to_codebook(dgram + dgram.T, self.levels.codebook)
         self.dcodebook += torch.stack([part.dcodebook for part in self.sums]).sum(dim=0)
         dscale = torch.stack([self.dscale, *(part.dscale for part in self.sums)]).sum(dim=0)
-        return Gradients(self.dx, self.dcodebook[: self.levels.K], dscale.float())
+        return Gradients(self.dx, self.dcodebook.T[: self.levels.K].contiguous(), dscale.float())
 
 
 def _add_symmetric(total: Tensor, left: Tensor, right: Tensor, width: int = 64) -> None:
