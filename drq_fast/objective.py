@@ -63,14 +63,16 @@ class Pulled(torch.autograd.Function):
 
     @staticmethod
     def forward(hard: Tensor, through: Tensor, distance: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """The values of hard and loss."""
         return hard + (through - through), loss.clone()  # not finite where x is not
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        pass
+        """Nothing is kept."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        """Gradients of through, distance and loss."""
         through, loss = gradients
         length = torch.linalg.vector_norm(through, dtype=torch.float64)
         return None, through, (PULL * length).to(loss.dtype), loss * (length == 0)

@@ -200,10 +200,10 @@ float level_backward(const Training& job, int64_t n, int64_t m, const float* t, 
   const float s = tile.scale[m];
   float* p = job.soft + (n * tile.M + m) * P;
   const float own = p[b], p_b = own + 1;
-  p[b] = 0;
 
   // t_{m+1} = t_m - s G[b], and Delta_m = Delta_{m-1} + s (p - onehot).
   const bool last = tile.gram == nullptr;  // nothing depends on t_{m+1}
+  if (last) p[b] = 0;                      // the sum over many codewords is more precise without it
   const float* row = last ? nullptr : tile.gram + b * P;
   float* drow = last ? nullptr : job.dgram + b * P;
   const Floats factor = Floats::all(s);
@@ -215,8 +215,9 @@ float level_backward(const Training& job, int64_t n, int64_t m, const float* t, 
     by_row = by_row + gradient * Floats::load(row + k);
     (Floats::load(drow + k) - factor * gradient).store(drow + k);
   }
-  const float average = sum(by_soft) + p_b * a[b];
-  double ds = static_cast<double>(average) - a[b] - sum(by_row);
+  const float of_soft = sum(by_soft), average = of_soft + (last ? p_b : 1) * a[b];
+  double ds = static_cast<double>(last ? average - a[b] : of_soft) - sum(by_row);
+  p[b] = 0;
 
   // p = softmax(-gamma d), d^2[k] = r_m - 2 s t[k] + s^2 G[k, k]; q is the gradient by d^2. First all but d[b].
   const float r = m ? job.residuals[n * tile.M + m - 1] : job.squared_norms[n];

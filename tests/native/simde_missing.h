@@ -68,6 +68,28 @@ __m512i widened(Vector a) {
   return vector_of<__m512i>(out);
 }
 
+inline __m512i widened_signed(__m128i a) {
+  int8_t in[16];
+  std::memcpy(in, &a, sizeof in);
+  int32_t out[16];
+  for (int i = 0; i < 16; ++i) out[i] = in[i];
+  return vector_of<__m512i>(out);
+}
+
+inline __m512 cvtph(__m256i a) {
+  uint16_t in[16];
+  std::memcpy(in, &a, sizeof in);
+  float out[16];
+  for (int i = 0; i < 16; ++i) {
+    const int exponent = in[i] >> 10 & 31, fraction = in[i] & 1023;
+    const float size = exponent == 31  ? (fraction ? NAN : INFINITY)
+                       : exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
+                                       : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
+    out[i] = std::copysign(size, in[i] & 0x8000 ? -1.0f : 1.0f);
+  }
+  return vector_of<__m512>(out);
+}
+
 }  // namespace drq_missing
 
 #ifndef _mm512_cvtps_epi32
@@ -87,4 +109,10 @@ __m512i widened(Vector a) {
 #endif
 #ifndef _mm512_cvtepu16_epi32
 #define _mm512_cvtepu16_epi32(a) drq_missing::widened<uint16_t>(a)
+#endif
+#ifndef _mm512_cvtepi8_epi32
+#define _mm512_cvtepi8_epi32(a) drq_missing::widened_signed(a)
+#endif
+#ifndef _mm512_cvtph_ps
+#define _mm512_cvtph_ps(a) drq_missing::cvtph(a)
 #endif
