@@ -76,6 +76,14 @@ inline __m512i widened_signed(__m128i a) {
   return vector_of<__m512i>(out);
 }
 
+inline __m512 cvtepi32(__m512i a) {
+  int32_t in[16];
+  std::memcpy(in, &a, sizeof in);
+  float out[16];
+  for (int i = 0; i < 16; ++i) out[i] = static_cast<float>(in[i]);
+  return vector_of<__m512>(out);
+}
+
 inline __m512 cvtph(__m256i a) {
   uint16_t in[16];
   std::memcpy(in, &a, sizeof in);
@@ -115,4 +123,7 @@ inline __m512 cvtph(__m256i a) {
 #endif
 #ifndef _mm512_cvtph_ps
 #define _mm512_cvtph_ps(a) drq_missing::cvtph(a)
+#endif
+#ifndef _mm512_cvtepi32_ps
+#define _mm512_cvtepi32_ps(a) drq_missing::cvtepi32(a)
 #endif
