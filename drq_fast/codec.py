@@ -26,8 +26,8 @@ class Codec(Parameters):
 
     Tables that encoding and search derive from them, such as C C^T, are computed once and kept: do not write into the
     tensors. level_weights [M]: how much the error after each level counts when a beam compares codes; by default the
-    full length counts most. `layer.codec()` makes a codec of a trained layer. Codecs compare by value and can be
-    pickled.
+    full length counts most. unit: vectors are divided by their length before they are encoded, because only directions
+    matter. `layer.codec()` makes a codec of a trained layer. Codecs compare by value and can be pickled.
 
     >>> codec = layer.codec()
     >>> codes = codec.encode(x)
@@ -38,6 +38,7 @@ class Codec(Parameters):
     codewords: int  # K
     levels: int  # M
     level_weights: tuple[float, ...] | None
+    unit: bool
 
     def __init__(
         self,
@@ -46,8 +47,10 @@ class Codec(Parameters):
         offset: Tensor | np.ndarray | None = None,
         *,
         level_weights: Sequence[float] | None = None,
+        unit: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
+        unit = checks.boolean("Codec", "unit", unit)
         parts = [None if t is None else checks.array("Codec", name, t) for name, t in _named(codebook, scale, offset)]
         _, _, M = checks.codec("Codec", *parts)
         weights = checks.level_weights("Codec", level_weights, M)
@@ -61,7 +64,7 @@ class Codec(Parameters):
                     checks.finite("Codec", name, value)
         super().__init__(*copies)  # type: ignore[arg-type]
         (K, D), M = self.codebook.shape, self.scale.shape[0]
-        self.__dict__.update(codewords=K, dim=D, levels=M, level_weights=weights)
+        self.__dict__.update(codewords=K, dim=D, levels=M, level_weights=weights, unit=unit)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"Codec: {name} cannot be set; make another codec instead.")
@@ -70,21 +73,28 @@ class Codec(Parameters):
         raise AttributeError(f"Codec: {name} cannot be deleted; make another codec instead.")
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Codec) or self.level_weights != other.level_weights:
-            return NotImplemented if not isinstance(other, Codec) else False
+        if not isinstance(other, Codec):
+            return NotImplemented
+        if self.settings() != other.settings():
+            return False
         pairs = zip(self.tensors(), other.tensors(), strict=True)
         return all((a is None) == (b is None) and (a is None or torch.equal(a.cpu(), b.cpu())) for a, b in pairs)  # type: ignore[union-attr]
 
     __hash__ = None  # type: ignore[assignment]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made, (*self.tensors(), self.level_weights)
+        return _made, (*self.tensors(), self.settings())
+
+    def settings(self) -> dict[str, Any]:
+        """What a file says about it, beside its tensors."""
+        return {"level_weights": self.level_weights, "unit": self.unit}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
         return self
 
     def __repr__(self) -> str:
-        return f"Codec(dim={self.dim}, codewords={self.codewords}, levels={self.levels}, {self.bits} bits)"
+        unit = ", unit=True" if self.unit else ""
+        return f"Codec(dim={self.dim}, codewords={self.codewords}, levels={self.levels}, {self.bits} bits{unit})"
 
     @property
     def bits(self) -> int:
@@ -93,7 +103,7 @@ class Codec(Parameters):
 
     def encode(self, x: Array, beam: int = 1, levels: int | None = None) -> Array:
         """x [..., D], torch or numpy -> codes [..., levels] in kind: uint8 for K <= 256, else int32."""
-        return encode(x, self, beam, self.level_weights, levels)
+        return encode(x, self, beam, self.level_weights, levels, unit=self.unit)
 
     def decode(self, codes: Array, levels: int | Tensor | None = None) -> Array:
         """codes [..., M], torch or numpy -> vectors [..., D] in kind, from the first `levels` levels."""
@@ -105,17 +115,17 @@ class Codec(Parameters):
         weights = (
             None if self.level_weights is None or not any(self.level_weights[:levels]) else self.level_weights[:levels]
         )
-        return Codec(self.codebook, self.scale[:levels], self.offset, level_weights=weights)
+        return Codec(self.codebook, self.scale[:levels], self.offset, level_weights=weights, unit=self.unit)
 
     def to(self, device: torch.device | str) -> Codec:
         """The same on a device: itself if it is there already."""
         place = checks.device("to", device, self.device)
-        return self if place == self.device else Codec(*self.tensors(), level_weights=self.level_weights, device=place)
+        return self if place == self.device else Codec(*self.tensors(), **self.settings(), device=place)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the codec to a safetensors file, atomically."""
         tensors = {name: value for name, value in _named(*self.tensors()) if value is not None}
-        files.write(path, "codec", tensors, {"level_weights": self.level_weights})
+        files.write(path, "codec", tensors, self.settings())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> Codec:
@@ -132,15 +142,23 @@ def from_file(tensors: dict[str, Tensor], config: dict[str, Any], device: torch.
         if value is not None and value.dtype != torch.float32:
             checks.fail("load", name, "torch.float32", value.dtype, error=TypeError)
     place = checks.device("load", device, torch.device("cpu"))
-    return Codec(**parts, level_weights=config["level_weights"], device=place)  # type: ignore[arg-type]
+    settings = {"level_weights": config["level_weights"], "unit": config.get("unit", False)}  # new in 0.2.0
+    return Codec(**parts, **settings, device=place)  # type: ignore[arg-type]
 
 
 def encode(
-    x: Array, codec: Parameters, beam: int, level_weights: Sequence[float] | None, levels: int | None = None
+    x: Array,
+    codec: Parameters,
+    beam: int,
+    level_weights: Sequence[float] | None,
+    levels: int | None = None,
+    *,
+    unit: bool = False,
 ) -> Array:
     """x [..., D], torch or numpy -> codes [..., levels] in kind, with a progress bar where it takes long.
 
-    level_weights: `default_weights` if None. x may be on another device than the codec: it is moved a block at a time.
+    level_weights: `default_weights` if None. unit: x is divided by its length first. x may be on another device than
+    the codec: it is moved a block at a time.
     """
     values = checks.array("encode", "x", x)
     rows, beam = checks.rows("encode", "x", values, codec.codebook.shape[1]), checks.beam("encode", beam)
@@ -152,16 +170,27 @@ def encode(
     omega = weights if any(weights) else functional.default_weights(M)
     dtype = torch.promote_types(codec.codebook.dtype, torch.float32)
     step = max(1, _BLOCK // (D * beam))
+
+    def found(some: Tensor) -> Tensor:
+        some = some.to(device, dtype)
+        return functional.encode_checked(directions(some) if unit else some, codec, beam, omega)
+
     with torch.no_grad():
         if len(rows) <= step:
-            codes = functional.encode_checked(rows.to(device, dtype), codec, beam, omega)
+            codes = found(rows)
         else:
             codes = torch.empty(len(rows), M, dtype=code_dtype(K), device=device)
             with tqdm(total=len(rows), desc="encode", unit="vectors", delay=2, disable=None, leave=False) as bar:
                 for part, out in zip(rows.split(step), codes.split(step), strict=True):
-                    out.copy_(functional.encode_checked(part.to(device, dtype), codec, beam, omega))
+                    out.copy_(found(part))
                     bar.update(len(part))
     return checks.in_kind(codes.reshape(*values.shape[:-1], M), x)
+
+
+def directions(x: Tensor) -> Tensor:
+    """x [N, D] divided by its lengths; zeros stay zeros."""
+    lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True)
+    return x / torch.where(lengths > 0, lengths, 1)
 
 
 def decode(codes: Array, codec: Parameters, levels: int | Tensor | None) -> Array:
@@ -179,5 +208,7 @@ def _named(codebook: Any, scale: Any, offset: Any) -> tuple[tuple[str, Any], ...
     return ("codebook", codebook), ("scale", scale), ("offset", offset)
 
 
-def _made(codebook: Tensor, scale: Tensor, offset: Tensor | None, level_weights: tuple[float, ...] | None) -> Codec:
-    return Codec(codebook, scale, offset, level_weights=level_weights)
+def _made(codebook: Tensor, scale: Tensor, offset: Tensor | None, settings: Any) -> Codec:
+    if not isinstance(settings, dict):  # a pickle of an earlier version has the level weights alone
+        settings = {"level_weights": settings}
+    return Codec(codebook, scale, offset, **settings)

@@ -129,6 +129,11 @@ def seeded(seed: int | None) -> torch.Generator:
     return torch.Generator("cpu").manual_seed(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
 
 
+def sample_size(codewords: int) -> int:
+    """How many vectors are drawn where the user does not say."""
+    return max(1 << 16, 256 * codewords)
+
+
 def sample(x: Any, rows: int, D: int, generator: torch.Generator) -> Tensor:
     """Draws up to `rows` vectors [n, D] float32 from a tensor, an array or memory map, or an iterable of batches.
 

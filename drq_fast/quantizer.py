@@ -280,8 +280,7 @@ class RecurrentQuantizer(LayerParameters):
         """
         rounds, beam = checks.integer("fit", "rounds", rounds, 1), checks.beam("fit", beam)
         seed = checks.seed("fit", seed)
-        default = max(1 << 16, 256 * self.codewords)
-        rows = default if sample is None else checks.integer("fit", "sample", sample, 1)
+        rows = fitting.sample_size(self.codewords) if sample is None else checks.integer("fit", "sample", sample, 1)
         errors = torch.empty(self.levels, dtype=torch.float64, device=self.codebook.device)
 
         def update() -> None:

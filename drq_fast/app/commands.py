@@ -15,6 +15,7 @@ import numpy as np
 from .. import __version__, checks, files
 from ..codes import bits
 from ..files import FileError
+from ..fit import sample_size
 from ..index import Index
 from ..quantizer import RecurrentQuantizer
 from ..retrieval.experiment import Experiment, ItemSource
@@ -44,7 +45,7 @@ def fit(options: argparse.Namespace) -> Result:
     layer = RecurrentQuantizer(vectors.dim, options.codewords, levels, scale=options.scale)
     run.claim_folder()
     run.all_vacant(options.force)
-    default = max(1 << 16, 256 * layer.codewords)
+    default = sample_size(layer.codewords)
     sample = default if options.sample is None else checks.integer("fit", "sample", options.sample, 1)
     x = vectors.sample(sample, seed)
     config = {

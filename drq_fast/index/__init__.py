@@ -21,12 +21,14 @@ from ..codec import Array, Codec
 from ..quantizer import RecurrentQuantizer
 from . import file
 from . import vectors as stored_vectors
+from .build import fitted_codec
 from .ids import MAX_ID, Places, checked_ids
 from .norms import Norms, copied_norms, extended_norms
 from .rows import Rows
 
 _QUERIES = 1 << 10  # queries between two updates of the progress bar, at least
 _WORK = 1 << 34  # scores between two updates
+_ADDED = 1 << 16  # vectors that `build` adds at a time
 _PADDED = 1 << 20  # results per query that may be requested from an index of fewer vectors
 
 _indexes: weakref.WeakSet[Index] = weakref.WeakSet()
@@ -83,6 +85,42 @@ class Index:
             codes = torch.empty(0, codec.levels, dtype=file.storage(codec.codewords), device=codec.device)
             kept = None if vectors is None else stored_vectors.empty(vectors, codec.dim, codec.device)
         self._take(codec, metric, Rows(codes, kept, None, None, size=0, removed=0, next_id=0, generation=0), None)
+
+    @classmethod
+    def build(
+        cls,
+        x: Array,
+        *,
+        bits: int = 64,
+        metric: str = "l2",
+        vectors: str | None = None,
+        ids: Array | Iterable[int] | None = None,
+        beam: int = 16,
+        sample: int | None = None,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> Index:
+        """Fits a codec of `bits` per vector to x [N, dim], which may be a memory map, and adds x to a new index.
+
+        bits: a multiple of 8. metric: for "cosine" the codec encodes directions. vectors and ids: as in the constructor
+        and in `add`. beam: the width of the encoder's. sample and seed: see `RecurrentQuantizer.fit`.
+
+        >>> index = Index.build(x, bits=64, metric="cosine", vectors="float16")
+        >>> scores, ids = index.search(query, k=10, refine=100)
+        """
+        place = checks.device("build", device, torch.device("cpu"))
+        codec = fitted_codec(x, bits, metric, beam, sample, seed, place)
+        index = cls(codec, metric, vectors=vectors)
+        rows = index._vectors("build", "x", x)
+        given = None if ids is None else checked_ids("build", ids, place)
+        if given is not None and len(given) != len(rows):
+            checks.fail("build", "ids", f"{len(rows)} numbers, one per vector", len(given))
+        with tqdm(total=len(rows), desc="add", unit="vectors", delay=2, disable=None, leave=False) as bar:
+            for first in range(0, len(rows), _ADDED):
+                part = slice(first, first + _ADDED)
+                index.add(rows[part], None if given is None else given[part], beam=beam)
+                bar.update(len(rows[part]))
+        return index
 
     def _take(self, codec: Codec, metric: str, rows: Rows, mapped: file.Mapped | None) -> None:
         self._codec, self._metric = codec, metric

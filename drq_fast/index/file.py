@@ -88,7 +88,7 @@ def write(path: str | os.PathLike[str], codec: Codec, metric: str, rows: Rows) -
     """Writes one safetensors file, atomically."""
     of_codec = {"codebook": codec.codebook, "scale": codec.scale, "offset": codec.offset}
     tensors = {name: t for name, t in of_codec.items() if t is not None} | rows.living().tensors()
-    config = {"metric": metric, "level_weights": codec.level_weights, "next_id": rows.next_id}
+    config = {"metric": metric, **codec.settings(), "next_id": rows.next_id}
     files.write(path, "index", tensors, config)
 
 
