@@ -114,7 +114,8 @@ def search(options: argparse.Namespace) -> Result:
         checks.fail("search", "queries", f"of {made.dim} dimensions, as the index is", queries.dim)
     L = _levels(options.bits, made.codewords, made.levels)
     k = min(checks.integer("search", "k", options.k, 1), max(len(made), 1))
-    scores, ids = made.search(queries.read(0, len(queries)), k, L)
+    own = None if options.vectors is None else files.read_array("search", options.vectors, mmap=True)
+    scores, ids = made.search(queries.read(0, len(queries)), k, L, refine=options.refine, vectors=own)
     if target is not None:
         archive = io.BytesIO()
         np.savez(archive, ids=ids.numpy(), scores=scores.numpy())

@@ -133,6 +133,8 @@ def _search(add: Any) -> None:
     )
     _number(parser, "-k", 10, "results per query")
     _number(parser, "--bits", None, "use only the first bits of every code (default: all)")
+    _number(parser, "--refine", None, "score so many of the best again by the vectors themselves, which need --vectors")
+    parser.add_argument("--vectors", metavar="FILE.npy", help="numbers [N, D]: row i is the vector of id i")
     parser.add_argument("--out", metavar="FILE.npz", help="write arrays `ids` and `scores` instead of printing them")
 
 
