@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -21,7 +22,7 @@ struct Key {
 };
 
 // Keeps up to `capacity` candidates and drops all but the k best whenever it is full: cheaper than a heap, for any k.
-// Positions must be added in ascending order.
+// Positions must be added in ascending order, unless `any_order` is set.
 struct Reservoir {
   // The capacity for a search of so many codes.
   static int64_t capacity_for(int64_t k, int64_t codes) { return std::min(k + std::max<int64_t>(k, 28), codes + 1); }
@@ -38,7 +39,7 @@ struct Reservoir {
   }
 
   // Whether a code of this cost, at a later position than all others, is among the k best so far. NaN is the worst
-  // cost.
+  // cost. In any order, it says so of all codes that tie with the last of the k, too.
   bool wants(float cost) const { return !full || cost < tau; }
 
   void add(float cost, int64_t position) {
@@ -72,12 +73,16 @@ struct Reservoir {
       count = kept;
     }
     tau = drq::cost_of(last.bits), full = tau == tau;
+    if (any_order) {
+      full = tau < std::numeric_limits<float>::infinity();
+      tau = std::nextafter(tau, std::numeric_limits<float>::infinity());
+    }
   }
 
   // The best, at most k, in order; returns how many.
   int64_t finish(uint64_t* out) {
     shrink();
-    if (count > 512) {
+    if (count > 512 && !any_order) {
       sort_by_cost(out);
     } else {
       std::sort(keys, keys + count);
@@ -89,9 +94,11 @@ struct Reservoir {
   int64_t k, capacity;
   Key *keys, *scratch;  // [capacity]
   int64_t count = 0;
-  float tau = std::numeric_limits<float>::infinity();  // the k-th best cost at the last shrink(), or the ceiling
+  // The k-th best cost at the last shrink(), or the ceiling; in any order the next float above that cost.
+  float tau = std::numeric_limits<float>::infinity();
   // True with a ceiling, and once k costs that are not NaN are held: later candidates must be below tau.
   bool full = false;
+  bool any_order = false;
 
  private:
   // A stable radix sort by three digits of eleven bits; positions are in order already.
