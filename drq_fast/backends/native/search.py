@@ -174,8 +174,8 @@ def scan_given(
     """Fills scores [Q, k] and positions [Q, k] int64 with the best codes, given the products of queries and codewords.
 
     All in float32; codes [N, L] uint8, or two-byte codes in int16, rows perhaps apart; norms [N] for l2 and cosine;
-    keep [N] bool. On a GPU it is enqueued. probed, on the CPU only: lists, their products [Q, lists] with the queries, and
-    how many lists each query looks at.
+    keep [N] bool. On a GPU it is enqueued. probed, on the CPU only: lists, their products [Q, lists] with the queries,
+    and how many lists each query looks at.
     """
     table, norms = prepared.table.contiguous(), None if norms is None else norms.float().contiguous()
     keep = None if keep is None else keep.contiguous()
