@@ -65,33 +65,68 @@ void with_bound(const Search& job, const Use& use) {
 // The nearest lists of one query at a time.
 struct Nearest {
   explicit Nearest(const Lists& lists)
-      : lists(lists), costs((lists.L + kWidth - 1) / kWidth * kWidth), found(lists.probes, lists.L, 1) {}
+      : lists(lists), padded((lists.L + kWidth - 1) / kWidth * kWidth), costs(padded), keys(lists.L) {}
 
-  // Fills keys [probes] of (distance, list), nearest first.
-  void choose(int metric, const float* products, float constant, uint64_t* keys) {
-    fill_costs(metric, products, constant);
-    Reservoir& best = found.best[0];
-    best.clear();
-    for (int64_t first = 0; first < lists.L; first += kWidth) {
-      const Floats tau = Floats::all(best.full ? best.tau : std::numeric_limits<float>::infinity());
-      unsigned wanted = not_above(Floats::load(costs.data + first), tau);
-      for (; wanted; wanted &= wanted - 1) {
-        const int64_t list = first + __builtin_ctz(wanted);
-        if (list < lists.L && best.wants(costs.data[list])) best.add(costs.data[list], list);
-      }
-    }
-    best.finish(keys);
+  // The `probes` nearest lists as keys of (distance, list), nearest first.
+  const Key* choose(int metric, const float* products, float constant) {
+    for (int64_t l = 0; l < lists.L; ++l)
+      costs.data[l] = metric == kL2 ? (lists.norms[l] - 2 * products[l]) + constant : 0.0f - products[l];
+    for (int64_t l = lists.L; l < padded; ++l) costs.data[l] = std::numeric_limits<float>::quiet_NaN();
+    const int64_t count = collect(lists.probes < lists.L ? limit() : std::numeric_limits<float>::quiet_NaN());
+    std::sort(keys.data, keys.data + count);
+    return keys.data;
   }
 
  private:
-  void fill_costs(int metric, const float* products, float constant) {
-    for (int64_t l = 0; l < lists.L; ++l)
-      costs.data[l] = metric == kL2 ? (lists.norms[l] - 2 * products[l]) + constant : 0.0f - products[l];
+  int64_t count_within(float limit) const {
+    const Floats most = Floats::all(limit);
+    int64_t count = 0;
+    for (int64_t l = 0; l < padded; l += kWidth)
+      count += __builtin_popcount(less_equal(Floats::load(costs.data + l), most));
+    return count;
+  }
+
+  // A cost that few more than `probes` lists do not exceed, by bisection; NaN if there is none.
+  float limit() const {
+    Floats least = Floats::load(costs.data), most = least;
+    for (int64_t l = kWidth; l < padded; l += kWidth) {
+      least = min(Floats::load(costs.data + l), least);
+      most = max(Floats::load(costs.data + l), most);
+    }
+    float low = smallest(least), high = -smallest(Floats::all(0) - most);
+    if (!(high - low < std::numeric_limits<float>::infinity()) || count_within(high) < lists.probes)
+      return std::numeric_limits<float>::quiet_NaN();
+    const int64_t enough = lists.probes + lists.probes / 8 + 4;
+    for (;;) {
+      const float middle = low + (high - low) / 2;
+      if (!(low < middle && middle < high)) return high;
+      const int64_t count = count_within(middle);
+      if (count < lists.probes)
+        low = middle;
+      else if (count <= enough)
+        return middle;
+      else
+        high = middle;
+    }
+  }
+
+  // Fills keys with the lists within the limit, or with all if it is NaN; returns how many.
+  int64_t collect(float limit) {
+    int64_t count = 0;
+    for (int64_t first = 0; first < lists.L; first += kWidth) {
+      unsigned wanted = not_above(Floats::load(costs.data + first), Floats::all(limit));
+      for (; wanted; wanted &= wanted - 1) {
+        const int64_t list = first + __builtin_ctz(wanted);
+        if (list < lists.L) keys.data[count++] = Key{key_of(costs.data[list], list)};
+      }
+    }
+    return count;
   }
 
   const Lists& lists;
-  Buffer<float> costs;
-  Reservoirs found;
+  const int64_t padded;
+  Buffer<float> costs;  // [padded]  NaN beyond L
+  Buffer<Key> keys;     // [L]
 };
 
 // Queries of one thread, some at a time. The codes of a list are read once for all queries that look at it, except that
@@ -110,7 +145,6 @@ class ByLists {
         capacity(Reservoir::capacity_for(part.job.k, part.job.N)),
         kept((together + 1) * capacity),
         found(new Reservoir[together]),
-        keys(lists.probes),
         probed(together * lists.probes),
         order(together * lists.probes),
         nexts(lists.L + 1) {
@@ -119,6 +153,7 @@ class ByLists {
     for (int64_t i = 0; i < together; ++i) {
       found[i] = {part.job.k, capacity, kept.data + i * capacity, kept.data + together * capacity};
       found[i].any_order = true;
+      found[i].sorted = part.job.k <= kMostSorted;
       scans.emplace_back(job);
     }
   }
@@ -138,7 +173,7 @@ class ByLists {
   }
 
  private:
-  static constexpr int64_t kTogether = 1024, kMostPairs = 1 << 20, kMostKept = 1 << 22;
+  static constexpr int64_t kTogether = 1024, kMostPairs = 1 << 20, kMostKept = 1 << 22, kMostSorted = 48;
 
   struct Pair {
     uint32_t query, list;
@@ -171,9 +206,9 @@ class ByLists {
   }
 
   void choose(int64_t i, const float* products, float constant, Nearest& nearest) {
-    nearest.choose(job.metric, products, constant, keys.data);
+    const Key* const keys = nearest.choose(job.metric, products, constant);
     for (int64_t rank = 0; rank < lists.probes; ++rank) {
-      const int64_t list = position_of(keys.data[rank]);
+      const int64_t list = position_of(keys[rank].bits);
       const float own = job.metric == kL2 ? constant - 2 * products[list] : constant + products[list];
       probed.data[i * lists.probes + rank] = {static_cast<uint32_t>(i), static_cast<uint32_t>(list), own};
     }
@@ -203,7 +238,7 @@ class ByLists {
       score(q, begin, at);
     }
     if (at == end) return;
-    if (best.count != best.k || !best.full) best.shrink();
+    if (best.count != best.k) best.shrink();
     if (best.full) at = scans[q].run(at, end);
     score(q, at, end);
   }
@@ -230,7 +265,6 @@ class ByLists {
   Buffer<Key> kept;
   const std::unique_ptr<Reservoir[]> found;
   std::vector<Scan> scans;
-  Buffer<uint64_t> keys;  // [probes]
   Buffer<Pair> probed;    // [together, probes]  nearest first
   Buffer<Pair> order;     // the same by lists
   Buffer<int64_t> nexts;  // [L + 1]
