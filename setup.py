@@ -32,6 +32,7 @@ CUDA_SOURCES = ["csrc/cuda/adc.cu", "csrc/cuda/search.cu"]
 ISA_SOURCES = [
     "csrc/cpu/search/bins.cpp",
     "csrc/cpu/encode.cpp",
+    "csrc/cpu/search/lists.cpp",
     "csrc/cpu/search/refine.cpp",
     "csrc/cpu/search/scan.cpp",
     "csrc/cpu/search/tables.cpp",

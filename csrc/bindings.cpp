@@ -120,12 +120,18 @@ void def_jobs(py::module_& module) {
            py::kw_only(), arg("queries"), arg("candidates"), arg("vectors"), arg("steps"), arg("scores"),
            arg("positions"), arg("Q"), arg("n"), arg("k"), arg("D"), arg("metric"), arg("stored"));
   py::class_<drq::Norms>(module, "Norms")
-      .def(py::init([](Address gram, Address scale, Address inner, float constant, Address codes, Address norms,
-                       int64_t N, int64_t K, int64_t M, int64_t stride, bool wide) {
-             return drq::Norms{At{gram}, At{scale}, At{inner}, constant, At{codes}, At{norms}, N, K, M, stride, wide};
+      .def(py::init([](Address gram, Address scale, Address inner, Address constants, Address starts, Address codes,
+                       Address norms, int64_t N, int64_t K, int64_t M, int64_t stride, bool wide) {
+             return drq::Norms{At{gram}, At{scale}, At{inner}, At{constants}, At{starts}, At{codes}, At{norms},
+                               N,        K,         M,         stride,        wide};
            }),
-           py::kw_only(), arg("gram"), arg("scale"), arg("inner"), arg("constant"), arg("codes"), arg("norms"),
-           arg("N"), arg("K"), arg("M"), arg("stride"), arg("wide"));
+           py::kw_only(), arg("gram"), arg("scale"), arg("inner"), arg("constants"), arg("starts"), arg("codes"),
+           arg("norms"), arg("N"), arg("K"), arg("M"), arg("stride"), arg("wide"));
+  py::class_<drq::Lists>(module, "Lists")
+      .def(py::init([](Address starts, Address columns, Address norms, Address products, int64_t L, int64_t probes) {
+             return drq::Lists{At{starts}, At{columns}, At{norms}, At{products}, L, probes};
+           }),
+           py::kw_only(), arg("starts"), arg("columns"), arg("norms"), arg("products"), arg("L"), arg("probes"));
   py::class_<drq::Levels>(module, "Levels")
       .def(py::init([](Address codebook, Address gram, Address diagonal, Address bias, Address scale, int64_t K,
                        int64_t P, int64_t D, int64_t M) {
@@ -294,6 +300,27 @@ PYBIND11_MODULE(_C, module) {
         drq::refine_cpu(job, chosen, threads);
       },
       arg("job"), arg("isa"), arg("threads"));
+  module.def(
+      "search_lists_cpu",
+      [](const Database& database, const drq::Lists& lists, Address query, Address scores, Address positions, int64_t Q,
+         int64_t k, const std::string& isa, int threads) {
+        const int chosen = index_of(isa);
+        drq::Search job = database.job;
+        drq::Queries queries = database.queries;
+        job.scores = At{scores}, job.positions = At{positions}, job.Q = Q, job.k = k, queries.rows = At{query};
+        py::gil_scoped_release release;
+        return drq::search_lists_cpu(job, queries, lists, chosen, threads);
+      },
+      arg("database"), arg("lists"), arg("query"), arg("scores"), arg("positions"), arg("Q"), arg("k"), arg("isa"),
+      arg("threads"));
+  module.def(
+      "search_given_lists_cpu",
+      [](const drq::Search& job, const drq::Lists& lists, const std::string& isa, int threads) {
+        const int chosen = index_of(isa);
+        py::gil_scoped_release release;
+        drq::search_lists_cpu(job, {}, lists, chosen, threads);
+      },
+      arg("job"), arg("lists"), arg("isa"), arg("threads"));
   module.def("norms_cpu", &drq::norms_cpu, arg("job"), arg("threads"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "block_sums",

@@ -80,19 +80,38 @@ struct Queries {
 // results of such a row are what the definition gives.
 int64_t search_cpu(const Search& job, const Queries& queries, int isa, int threads);
 
+// Inverted lists: the rows of list l lie together, and their vectors are relative to its centroid c_l as well (relative
+// to the offset). The norms of `Search` are those of c_l + xhat (l2) or offset + c_l + xhat (cosine). A code's score is
+// that of score_of() with the constant of the query in its list:
+//   l2: constant - 2 <q', c_l>    ip, cosine: constant + <q, c_l>
+// Each query looks at its `probes` nearest lists, in the order ((||c_l||^2 - 2 <q', c_l>) + constant, l) for l2 and
+// (-<q, c_l>, l) otherwise, with NaN last. <q, c_l> is added up as the entries of the table are.
+struct Lists {
+  const int64_t* starts;  // [L + 1]  list l has rows starts[l] .. starts[l + 1] - 1
+  const float* columns;   // the centroids as pack_codebook() lays them out
+  const float* norms;     // [L]      ||c_l||^2 (l2), else not read
+  const float* products;  // [Q, L]   <q', c_l>, null where they are to be computed
+  int64_t L, probes;      // probes: 1..L
+};
+
+// As search_cpu(), among the codes of the nearest lists.
+int64_t search_lists_cpu(const Search& job, const Queries& queries, const Lists& lists, int isa, int threads);
+
 // columns[p, d, i] = codebook[16 p + i, d], 0 beyond K: panels of 16 codewords.
 constexpr int64_t kPanel = 16;
 inline int64_t packed_size(int64_t K, int64_t D) { return (K + kPanel - 1) / kPanel * kPanel * D; }
 void pack_codebook(const float* codebook, float* columns, int64_t K, int64_t D);
 
-// norms[n] = ||offset + xhat_n||^2 as docs/math.md, section 5, adds it up.
+// norms[n] = ||t + xhat_n||^2 as docs/math.md, section 5, adds it up, where t is the offset, or what rows of a list are
+// moved by.
 struct Norms {
-  const float* gram;   // [K, K]  G = C C^T
-  const float* scale;  // [M]
-  const float* inner;  // [K]     2 <C_k, offset>, null without an offset
-  float constant;      // ||offset||^2
-  const void* codes;   // as in Search
-  float* norms;        // [N]
+  const float* gram;       // [K, K]  G = C C^T
+  const float* scale;      // [M]
+  const float* inner;      // [L, K]  2 <C_k, t>, null if t is 0
+  const float* constants;  // [L]     ||t||^2
+  const int64_t* starts;   // [L + 1] the rows of each list; null if t is the same for all rows
+  const void* codes;       // as in Search
+  float* norms;            // [N]
   int64_t N, K, M, stride;
   bool wide;
 };

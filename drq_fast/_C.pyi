@@ -83,7 +83,8 @@ class Norms:
         gram: int,
         scale: int,
         inner: int,
-        constant: float,
+        constants: int,
+        starts: int,
         codes: int,
         norms: int,
         N: int,
@@ -92,6 +93,10 @@ class Norms:
         stride: int,
         wide: bool,
     ) -> None: ...
+
+class Lists:
+    """Inverted lists; columns: the centroids as `pack_codebook` lays them out."""
+    def __init__(self, *, starts: int, columns: int, norms: int, products: int, L: int, probes: int) -> None: ...
 
 class Levels:
     """A codec in score space."""
@@ -154,6 +159,10 @@ def search_cpu(
     database: Database, query: int, scores: int, positions: int, Q: int, k: int, isa: str, threads: int
 ) -> int: ...  # the first row of query that has NaN or infinity, else -1
 def search_given_cpu(job: Search, isa: str, threads: int) -> None: ...
+def search_lists_cpu(
+    database: Database, lists: Lists, query: int, scores: int, positions: int, Q: int, k: int, isa: str, threads: int
+) -> int: ...  # as search_cpu
+def search_given_lists_cpu(job: Search, lists: Lists, isa: str, threads: int) -> None: ...
 def environment(name: str) -> str | None: ...
 def norms_cpu(job: Norms, threads: int) -> None: ...
 def refine_cpu(job: Refine, isa: str, threads: int) -> None: ...

@@ -40,7 +40,9 @@ void lookup_range(const Lookup& job, int64_t begin, int64_t end) {
 template <class Code>
 void norms_range(const Norms& job, int64_t begin, int64_t end) {
   const Code* codes = static_cast<const Code*>(job.codes);
+  int64_t list = 0;
   for (int64_t n = begin; n < end; ++n) {
+    while (job.starts != nullptr && job.starts[list + 1] <= n) ++list;
     const Code* code = codes + n * job.stride;
     float total = 0;
     for (int64_t i = 0; i < job.M; ++i) {
@@ -49,8 +51,9 @@ void norms_range(const Norms& job, int64_t begin, int64_t end) {
       total += job.scale[i] * job.scale[i] * row[code[i]];
     }
     if (job.inner != nullptr) {
-      for (int64_t i = 0; i < job.M; ++i) total += job.scale[i] * job.inner[code[i]];
-      total += job.constant;
+      const float* inner = job.inner + list * job.K;
+      for (int64_t i = 0; i < job.M; ++i) total += job.scale[i] * inner[code[i]];
+      total += job.constants[list];
     }
     job.norms[n] = total;
   }

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from .. import checks
+from . import inverted
 from .types import (
     CodewordSums,
     Database,
     Distortion,
+    Lists,
     Loss,
     Parameters,
     Quantized,
@@ -204,7 +206,8 @@ def _entries(table: Tensor, columns: Tensor) -> Tensor:
 
 class Prepared(NamedTuple):
     """What a search knows of its queries: table [Q, K] = q C^T; constants [Q]: ||q||^2 (l2) or <q, offset>;
-    lengths [Q]: ||q|| (cosine). For l2, q is the query less the offset."""
+    lengths [Q]: ||q|| (cosine). For l2, q is the query less the offset. With lists, constants [Q, N] are those of the
+    list that a row belongs to."""
 
     table: Tensor
     constants: Tensor
@@ -223,7 +226,8 @@ def prepare(query: Tensor, codebook: Tensor, offset: Tensor | None, metric: str)
 
 def scores_of(sums: Tensor, norms: Tensor | None, prepared: Prepared, metric: str) -> Tensor:
     """Scores [Q, N] from sums [Q, N] and norms [N] or [Q, N]."""
-    constants, lengths = prepared.constants[:, None], prepared.lengths
+    constants, lengths = prepared.constants, prepared.lengths
+    constants = constants[:, None] if constants.ndim == 1 else constants
     if metric == "ip":
         return sums + constants
     assert norms is not None
@@ -252,14 +256,18 @@ def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Ten
         return scores_of(sums, norms, prepared, metric)
 
 
-def search(query: Tensor, database: Database, k: int, *, finite: bool = False) -> SearchResult:
+def search(
+    query: Tensor, database: Database, k: int, *, finite: bool = False, probes: int | None = None
+) -> SearchResult:
     """The k best codes for each query [Q, D], in the order (score, position); scores are differentiable.
 
     Where fewer than k remain: position -1 and the worst possible score. finite: refuse queries that have NaN or
-    infinity.
+    infinity. probes: with lists, look at the codes of so many lists, the nearest to each query; None: of all lists.
     """
     if finite:
         checks.finite("search", "query", query, torch.float32)
+    if database.lists is not None:
+        return _search_lists(query, database, database.lists, k, probes)
     candidates = None if database.keep is None else database.keep.nonzero().squeeze(1)
     if candidates is not None:
         database = database.rows(candidates)
@@ -323,29 +331,90 @@ def _ordered_sum(terms: Tensor) -> Tensor:
     return total[..., 0]
 
 
-def squared_norms(codes: Tensor, codec: Parameters, metric: str) -> Tensor:
+def _search_lists(query: Tensor, database: Database, lists: Lists, k: int, probes: int | None) -> SearchResult:
+    codec, metric = database.codec, database.metric
+    with torch.autocast(query.device.type, enabled=False):
+        wide, codebook, _, offset, centroids = _wide(query, *codec.tensors(), lists.centroids)
+        prepared = prepare(wide, codebook, offset, metric)
+        return search_given_lists(
+            prepared, inverted.products_of(wide, centroids, offset, metric), database, lists, k, probes
+        )
+
+
+def search_given_lists(
+    prepared: Prepared, products: Tensor, database: Database, lists: Lists, k: int, probes: int | None
+) -> SearchResult:
+    """The same, given the products [Q, L] of queries and centroids."""
+    codec, metric, N = database.codec, database.metric, len(database.codes)
+    scale, norms = codec.scale.to(prepared.table.dtype), database.norms
+    if metric != "ip" and norms is None:
+        norms = squared_norms(database.codes, codec, metric, lists)
+    list_of = lists.of(torch.arange(N, device=lists.device))
+    nearest = inverted.nearest_lists(products, prepared.constants, lists, metric, probes)
+    constants = inverted.constants_of(products, prepared.constants, metric)
+    found = []
+    for q, mine in enumerate(nearest):
+        wanted = torch.isin(list_of, mine)
+        rows = (wanted if database.keep is None else wanted & database.keep).nonzero().squeeze(1)
+        lengths = None if prepared.lengths is None else prepared.lengths[q : q + 1]
+        own = Prepared(prepared.table[q : q + 1], constants[q : q + 1, list_of[rows]], lengths)
+        sums = lookup(own.table, numbers(database.codes[rows]), scale)
+        scores = scores_of(sums, None if norms is None else norms[rows].to(sums.dtype), own, metric)
+        order = rank(scores.detach(), k, metric)
+        found.append(pad_result(scores.gather(1, order), rows[order], k, metric))
+    if not found:
+        return pad_result(products.new_empty(0, 0), list_of.new_empty(0, 0), k, metric)
+    return SearchResult(torch.cat([each.scores for each in found]), torch.cat([each.positions for each in found]))
+
+
+def squared_norms(codes: Tensor, codec: Parameters, metric: str, lists: Lists | None = None) -> Tensor:
     """The squared norms [N] that a metric needs of codes [N, L]: ||xhat||^2 for l2, ||offset + xhat||^2 for cosine.
 
-    A function of the codes alone, added up in a fixed order, so that equal codes tie exactly.
+    With lists, xhat has the centroid of its list in it. A function of the codes (and their list) alone, added up in a
+    fixed order, so that equal codes tie exactly.
     """
     with torch.autocast(codec.codebook.device.type, enabled=False):
         codebook, scale, offset = _wide(*codec.tensors())
         shift, codes = (offset if metric == "cosine" else None), numbers(codes)
         if len(codebook) > _MAX_GRAM:
-            return _squared_norms_of_distinct(codes, Parameters(codebook, scale, shift))
-        gram = codebook @ codebook.T
-        columns = [column.long() for column in codes.unbind(dim=1)]
-        total = torch.zeros(len(codes), dtype=codebook.dtype, device=codebook.device)
-        for i, b_i in enumerate(columns):
-            for j, b_j in enumerate(columns[:i]):
-                total = total + (2 * scale[i] * scale[j]) * gram[b_i, b_j]
-            total = total + scale[i] * scale[i] * gram[b_i, b_i]
-        if shift is not None:
+            shifted = Parameters(codebook, scale, shift)
+            return (
+                _squared_norms_of_distinct(codes, shifted) if lists is None else _decoded_norms(codes, shifted, lists)
+            )
+        total = _gram_sums(codes, codebook, scale)
+        if lists is not None:
+            for part in inverted.shifts_of(Parameters(codebook, scale, offset), metric, lists):
+                own = lists.of(torch.arange(part.begin, part.end, device=codes.device)) - part.first
+                for i, b_i in enumerate(codes[part.begin : part.end].long().unbind(dim=1)):
+                    total[part.begin : part.end] += scale[i] * part.inner[own, b_i]
+                total[part.begin : part.end] += part.constants[own]
+        elif shift is not None:
             inner = 2 * (codebook @ shift)
-            for i, b_i in enumerate(columns):
+            for i, b_i in enumerate(codes.long().unbind(dim=1)):
                 total = total + scale[i] * inner[b_i]
             total = total + shift @ shift
         return total
+
+
+def _gram_sums(codes: Tensor, codebook: Tensor, scale: Tensor) -> Tensor:
+    """||sum_m scale[m] C[b_m]||^2 [N] from inner products of codewords."""
+    gram = codebook @ codebook.T
+    columns = [column.long() for column in codes.unbind(dim=1)]
+    total = torch.zeros(len(codes), dtype=codebook.dtype, device=codebook.device)
+    for i, b_i in enumerate(columns):
+        for j, b_j in enumerate(columns[:i]):
+            total = total + (2 * scale[i] * scale[j]) * gram[b_i, b_j]
+        total = total + scale[i] * scale[i] * gram[b_i, b_i]
+    return total
+
+
+def _decoded_norms(codes: Tensor, codec: Parameters, lists: Lists) -> Tensor:
+    """The same with lists where K x K is too large: all codes are decoded, some at a time."""
+    norms = []
+    for rows in torch.arange(len(codes), device=codes.device).split(max(1, (1 << 24) // codec.codebook.shape[1])):
+        x_hat = decode(codes[rows], codec) + lists.centroids[lists.of(rows)].to(codec.codebook.dtype)
+        norms.append(x_hat.square().sum(dim=1))
+    return torch.cat(norms) if norms else codec.scale.new_empty(0)
 
 
 def numbers(codes: Tensor) -> Tensor:

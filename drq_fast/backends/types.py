@@ -57,14 +57,55 @@ class Parameters(Tables):
         return self.codebook, self.scale, self.offset
 
 
+class Lists(Tables):
+    """Inverted lists. List l has the codes in rows starts[l] .. starts[l + 1] - 1, and its own place in space:
+
+        xhat_n = offset + centroids[l] + sum_m scale[m] C[b_nm]
+
+    starts [L + 1] int64, from 0 to N, ascending; centroids [L, D] float32, relative to the offset of the codec. Tables
+    are functions of the centroids alone.
+    """
+
+    def __init__(self, starts: Tensor, centroids: Tensor) -> None:
+        self.starts, self.centroids, self.device = starts, centroids, starts.device
+        self._tables = {}
+
+    def __len__(self) -> int:
+        return self.centroids.shape[0]
+
+    def of(self, positions: Tensor) -> Tensor:
+        """The list that each row belongs to; both of the same shape, int64."""
+        return torch.searchsorted(self.starts, positions, right=True) - 1
+
+    def rows(self, positions: Tensor) -> Lists:
+        """The lists of the rows at these positions [n], which ascend, alone; it shares the tables."""
+        some = Lists(torch.searchsorted(positions, self.starts), self.centroids)
+        some._tables = self._tables
+        return some
+
+
 class Database(Tables):
     """Codes [N, L] to be searched by a metric, with norms [N] as `squared_norms` returns them (None: not computed
-    yet, or not needed) and keep [N] bool, the codes to look at (None: all)."""
+    yet, or not needed), keep [N] bool, the codes to look at (None: all), and the lists that the codes lie in (None: the
+    codes stand for vectors by themselves)."""
 
     def __init__(
-        self, codes: Tensor, codec: Parameters, metric: str, norms: Tensor | None = None, keep: Tensor | None = None
+        self,
+        codes: Tensor,
+        codec: Parameters,
+        metric: str,
+        norms: Tensor | None = None,
+        keep: Tensor | None = None,
+        lists: Lists | None = None,
     ) -> None:
-        self.codes, self.codec, self.metric, self.norms, self.keep = codes, codec, metric, norms, keep
+        self.codes, self.codec, self.metric, self.norms, self.keep, self.lists = (
+            codes,
+            codec,
+            metric,
+            norms,
+            keep,
+            lists,
+        )
         self.device, self.requires_grad = (
             codes.device,
             codec.requires_grad or (norms is not None and norms.requires_grad),
@@ -72,9 +113,10 @@ class Database(Tables):
         self._tables = {}
 
     def rows(self, positions: Tensor) -> Database:
-        """The codes at these positions [n] alone, without a filter."""
+        """The codes at these positions [n], which ascend, alone, without a filter."""
         norms = None if self.norms is None else self.norms[positions]
-        return Database(self.codes[positions], self.codec, self.metric, norms)
+        lists = None if self.lists is None else self.lists.rows(positions)
+        return Database(self.codes[positions], self.codec, self.metric, norms, lists=lists)
 
 
 class Stored(NamedTuple):

@@ -266,7 +266,7 @@ class Index:
         keep: Array | Iterable[int] | None = None,
         *,
         refine: int | None = None,
-        vectors: Array | None = None,
+        vectors: Any = None,
     ) -> IndexResult:
         """The k best for each query [Q, dim] (or [dim]): IndexResult(scores [Q, k], ids [Q, k]).
 

@@ -260,9 +260,10 @@ bool norms_agree(Case& c) {
   for (auto& x : gram) x = c.random.normal();
   for (auto& x : inner) x = c.random.normal();
   const bool offset = c.random.once_in(2);
+  const float constant = 0.7f;
   drq::Norms job{};
   job.gram = gram.data(), job.scale = c.scale.data(), job.inner = offset ? inner.data() : nullptr;
-  job.constant = 0.7f, job.codes = c.codes_at(), job.norms = norms.data();
+  job.constants = &constant, job.codes = c.codes_at(), job.norms = norms.data();
   job.N = c.N, job.K = c.K, job.M = c.M, job.stride = c.stride, job.wide = c.wide;
   drq::norms_cpu(job, c.threads);
   for (int64_t n = 0; n < c.N; ++n) {

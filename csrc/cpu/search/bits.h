@@ -67,20 +67,26 @@ struct Bits {
 
   explicit Bits(const Search& job) : job(job), by_floats(kLookUp * job.M) {}
 
+  // Whether it supports the metric and rows of this length.
+  static bool takes(const Search& job) {
+    return !job.wide && is_norm_only(job.metric) && (job.stride == 4 || job.stride == 8) && job.M >= 2 &&
+           job.stride >= job.M && job.K <= 256;
+  }
+
   // For another query.
   void start(int64_t query, Reservoir& reservoir) {
     q = query, best = &reservoir;
     seen = chosen = 0, way = kFinest, expected = 0;
     least = std::numeric_limits<float>::infinity();
-    usable = !job.wide && is_norm_only(job.metric) && (job.stride == 4 || job.stride == 8) && job.M >= 2 &&
-             job.stride >= job.M && job.K <= 256 && bound.start(job, q);
+    usable = takes(job) && bound.start(job, q);
     if (!usable) return;
     for (int64_t k = 0; k < 256; ++k) table[k] = job.table[q * job.K + (k < job.K ? k : 0)];
   }
 
-  // Scans as many of the codes begin..end as it can and returns where it stopped.
+  // Scans as many of the codes begin..end as it can and returns where it stopped. The constant of the query may be
+  // another one in each call.
   int64_t run(int64_t begin, int64_t end) {
-    if (!usable) return begin;
+    if (!usable || !bound.set_constant()) return begin;
     if (end == job.N && job.M < job.stride) --end;  // rows are read whole, but the last one may end after M codes
     int64_t at = begin;
     while (end - at >= kTried) {

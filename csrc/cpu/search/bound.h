@@ -29,17 +29,23 @@ namespace {
 struct Bound {
   // Sets everything that does not depend on tau; false if no code may be dropped.
   bool start(const Search& search, int64_t query) {
-    job = &search, q = query, base = 0, magnitude = std::fabs(search.constants[q]);
+    job = &search, q = query, base = 0, of_table = 0;
     if (!extremes(search.table + q * search.K, search.K, low, high)) return false;
     const float sign = sign_of(search.metric), largest = std::fmax(std::fabs(low), std::fabs(high));
     for (int64_t m = 0; m < search.M; ++m) {
       const float scale = search.scale[m];
       minima[m] = sign * (scale * (sign * scale >= 0 ? low : high));  // rounding keeps the order of numbers
       base += minima[m];
-      magnitude += std::fabs(2.0 * scale) * largest;
+      of_table += std::fabs(2.0 * scale) * largest;
     }
     const float length = length_of(search, q);
-    return magnitude < kLargest && (!has_length(search.metric) || (length > 1e-15f && length < 1e15f));
+    return set_constant() && (!has_length(search.metric) || (length > 1e-15f && length < 1e15f));
+  }
+
+  // For another constant of the query, which the job has now; false if no code may be dropped.
+  bool set_constant() {
+    magnitude = of_table + std::fabs(job->constants[q]);
+    return magnitude < kLargest;
   }
 
   double limit(float tau) const {
@@ -58,6 +64,7 @@ struct Bound {
   float low = 0, high = 0;   // of the query's table
   float minima[kMaxLevels];  // of A_m
   double base = 0;           // the sum of the minima
+  double of_table = 0;       // S without the constant
   double magnitude = 0;      // S
 
  private:

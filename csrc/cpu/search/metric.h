@@ -62,6 +62,12 @@ struct Cosine {
   static bool bounded(float least_norm) { return least_norm > 0; }  // else the score is 0, whatever the sum
 };
 
+// A type as a value, for functions that are called with one of several types.
+template <class T>
+struct Type {
+  using type = T;
+};
+
 // use(L2{}), use(Ip{}) or use(Cosine{}).
 template <class Use>
 inline auto with_metric(int metric, const Use& use) {

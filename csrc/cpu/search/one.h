@@ -47,19 +47,39 @@ inline __m512i look_up(const __m512i (&table)[4], __m512i code) {
 // table stays as it is while the limit falls.
 template <int kStride, int kGroups>
 struct One {
-  One(const Search& job, int64_t q, Reservoir& best) : job(job), q(q), best(best) {}
+  explicit One(const Search& job) : job(job) {}
 
-  // Scans begin..end, a multiple of 64 codes; false, with nothing done, if no code may be dropped.
-  bool run(int64_t begin, int64_t end) {
-    best.shrink();
-    if (!best.full || begin >= end || !build()) return false;
-    with_metric(job.metric, [&](auto metric) { scan<decltype(metric)>(begin, end); });
+  // Builds the table of a query; false if no code may be dropped.
+  bool start(int64_t query, Reservoir& reservoir) {
+    q = query, best = &reservoir, base = rounding = 0, rejected = -1;
+    return bound.start(job, q) && build();
+  }
+
+  // Sets the limit for the k-th best cost, which must be known, and the constant of the query; false if no code may be
+  // dropped.
+  bool aim() {
+    rejected = -1;
+    if (!bound.set_constant() || !((bound.magnitude + std::fabs(bound.limit(best->tau))) * unit < 1e37)) return false;
+    tighten();
     return true;
+  }
+
+  // Scans begin..end, a multiple of 64 codes.
+  void run(int64_t begin, int64_t end) {
+    with_metric(job.metric, [&](auto metric) { scan<decltype(metric)>(begin, end); });
+  }
+
+  // Scans the codes of 64 rows, from `first` on, whose bits are set in `wanted`.
+  void run_some(int64_t first, uint64_t wanted) {
+    with_metric(job.metric, [&](auto metric) {
+      const __m512i local[4] = {table[0], table[1], table[2], table[3]};
+      __m512i sums[4];
+      if (sum_up<decltype(metric)>(first, local, _mm512_set1_epi32(most), sums)) look_closely(first, sums, wanted);
+    });
   }
 
  private:
   bool build() {
-    if (!bound.start(job, q)) return false;
     const float *const entries = job.table + q * job.K, sign = sign_of(job.metric);
     const float low = sign * bound.high, high = sign * bound.low;  // of A: the sign is below 0
     float largest = 0;
@@ -84,20 +104,17 @@ struct One {
       std::memcpy(&four, weights + 4 * g, sizeof four);
       weight[g] = _mm512_set1_epi32(four);
     }
-    const double limit = bound.limit(best.tau);
-    if (!((bound.magnitude + std::fabs(limit)) * unit < 1e37)) return false;
-    tighten();
     return true;
   }
 
   // Sets the limit for the k-th best cost so far. With norms it is shifted to about 0, so that integers overflow only
   // for norms that are far below or above it.
   void tighten() {
-    const double steps = (bound.limit(best.tau) - base) * unit;
+    const double steps = (bound.limit(best->tau) - base) * unit;
     shift = job.norms == nullptr ? 0 : static_cast<float>(steps);
     most = static_cast<int32_t>(std::fmin(std::fmax(std::floor(steps - shift + rounding + 1), -2e9), 2e9));
     // The root has a relative error of up to 2^-14, for which the factor allows.
-    const double c = bound.factor(best.tau) * unit;
+    const double c = bound.factor(best->tau) * unit;
     factor = static_cast<float>(has_root(job.metric) ? c * (c >= 0 ? 1 - 1.0 / 4096 : 1 + 1.0 / 4096) : c);
     if (!std::isfinite(factor)) factor = shift = 0, most = std::numeric_limits<int32_t>::max();  // keep all
   }
@@ -115,46 +132,52 @@ struct One {
 
   const uint8_t* row(int64_t n) const { return static_cast<const uint8_t*>(job.codes) + n * kStride; }
 
+  // Sums of the 64 codes from n on; whether any of them is within the limit.
+  template <class Metric>
+  __attribute__((always_inline)) bool sum_up(int64_t n, const __m512i (&local)[4], __m512i limit,
+                                             __m512i (&sums)[4]) const {
+    for (int i = 0; i < 4; ++i) {
+      sums[i] = start<Metric>(n + 16 * i);
+      for (int g = 0; g < kGroups; ++g)
+        sums[i] = _mm512_dpbusd_epi32(sums[i], look_up(local, dwords_of<kStride>(row(n + 16 * i), g)), weight[g]);
+    }
+    const __m512i least = _mm512_min_epi32(_mm512_min_epi32(sums[0], sums[1]), _mm512_min_epi32(sums[2], sums[3]));
+    return _mm512_cmple_epi32_mask(least, limit) != 0;
+  }
+
   template <class Metric>
   void scan(int64_t begin, int64_t end) {
     for (int64_t n = begin; n < end;) {
       const __m512i local[4] = {table[0], table[1], table[2], table[3]}, limit = _mm512_set1_epi32(most);
       __m512i sums[4];
       bool any = false;
-      for (; n < end && !any; n += 64) {
-        for (int i = 0; i < 4; ++i) {
-          sums[i] = start<Metric>(n + 16 * i);
-          for (int g = 0; g < kGroups; ++g)
-            sums[i] = _mm512_dpbusd_epi32(sums[i], look_up(local, dwords_of<kStride>(row(n + 16 * i), g)), weight[g]);
-        }
-        const __m512i least = _mm512_min_epi32(_mm512_min_epi32(sums[0], sums[1]), _mm512_min_epi32(sums[2], sums[3]));
-        any = _mm512_cmple_epi32_mask(least, limit) != 0;
-      }
-      if (any) look_closely(n - 64, sums);
+      for (; n < end && !any; n += 64) any = sum_up<Metric>(n, local, limit, sums);
+      if (any) look_closely(n - 64, sums, ~uint64_t{0});
       while (n < end && rejected >= 0 && ~copies_of_rejected(n) == 0) n += 64;
     }
   }
 
-  // Scores the codes of 64 that are left, except copies of the one that was rejected last.
-  __attribute__((noinline)) void look_closely(int64_t first, const __m512i (&sums)[4]) {
+  // Scores the codes of 64 that are wanted and left, except copies of the one that was rejected last.
+  __attribute__((noinline)) void look_closely(int64_t first, const __m512i (&sums)[4], uint64_t wanted) {
     uint64_t candidates = 0;
     for (int i = 0; i < 4; ++i)
       candidates |= uint64_t{_mm512_cmple_epi32_mask(sums[i], _mm512_set1_epi32(most))} << (16 * i);
+    candidates &= wanted;
     if (job.keep != nullptr) {
       const __m512i keep = _mm512_loadu_si512(job.keep + first);
       candidates &= _mm512_test_epi8_mask(keep, keep);
     }
     if (candidates && rejected >= 0) candidates &= ~copies_of_rejected(first);
-    const float before = best.tau;
+    const float before = best->tau;
     for (; candidates; candidates &= candidates - 1) {
       const int64_t n = first + __builtin_ctzll(candidates);
       const float cost = cost_of<uint8_t>(job, q, n);
-      if (best.wants(cost))
-        best.add(cost, n);
+      if (best->wants(cost))
+        best->add(cost, n);
       else
         rejected = n;
     }
-    if (best.tau != before) tighten();
+    if (best->tau != before) tighten();
   }
 
   uint64_t copies_of_rejected(int64_t first) const {
@@ -176,8 +199,8 @@ struct One {
   }
 
   const Search& job;
-  int64_t q;
-  Reservoir& best;
+  int64_t q = 0;
+  Reservoir* best = nullptr;
   __m512i table[4], weight[kGroups];
   Bound bound;
   double base = 0, rounding = 0;
@@ -187,26 +210,39 @@ struct One {
 };
 
 // Whether scan_one() supports rows of this length.
-bool takes_one(const Search& job) {
+inline bool takes_one(const Search& job) {
   const int64_t s = job.stride;
   return !job.wide && s >= job.M && (s == 1 || s == 2 || s == 4 || s == 8 || s == 16);
 }
 
-// Scans as many codes as it can from `begin` and returns where it stopped.
-int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reservoir& best) {
-  if (!takes_one(job)) return begin;
-  // Rows are read whole, but the last one of all may end after M codes.
-  const int64_t whole = end == job.N && job.M < job.stride ? end - 1 : end;
-  const int64_t last = begin + (whole - begin) / 64 * 64;
+// use(One<stride, groups>) as a type that fits the rows; they must be taken by takes_one().
+template <class Use>
+void with_one(const Search& job, const Use& use) {
   const int64_t groups = (job.M + 3) / 4;
+  if (job.stride == 1) return use(Type<One<1, 1>>{});
+  if (job.stride == 2) return use(Type<One<2, 1>>{});
+  if (job.stride == 4) return use(Type<One<4, 1>>{});
+  if (job.stride == 8 && groups == 1) return use(Type<One<8, 1>>{});
+  if (job.stride == 8) return use(Type<One<8, 2>>{});
+  if (groups <= 2) return use(Type<One<16, 2>>{});
+  use(Type<One<16, 4>>{});
+}
+
+// Rows are read whole, but the last one of all may end after M codes: where reading must stop.
+inline int64_t readable_rows(const Search& job) { return job.M < job.stride ? job.N - 1 : job.N; }
+
+// Scans as many codes as it can from `begin` and returns where it stopped.
+inline int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reservoir& best) {
+  if (!takes_one(job)) return begin;
+  const int64_t last = begin + (std::min(end, readable_rows(job)) - begin) / 64 * 64;
+  best.shrink();
+  if (!best.full || begin >= last) return begin;
   bool done = false;
-  if (job.stride == 1) done = One<1, 1>(job, q, best).run(begin, last);
-  if (job.stride == 2) done = One<2, 1>(job, q, best).run(begin, last);
-  if (job.stride == 4) done = One<4, 1>(job, q, best).run(begin, last);
-  if (job.stride == 8 && groups == 1) done = One<8, 1>(job, q, best).run(begin, last);
-  if (job.stride == 8 && groups == 2) done = One<8, 2>(job, q, best).run(begin, last);
-  if (job.stride == 16 && groups <= 2) done = One<16, 2>(job, q, best).run(begin, last);
-  if (job.stride == 16 && groups > 2) done = One<16, 4>(job, q, best).run(begin, last);
+  with_one(job, [&](auto type) {
+    typename decltype(type)::type one(job);
+    done = one.start(q, best) && one.aim();
+    if (done) one.run(begin, last);
+  });
   if (!done) return begin;
   DRQ_COUNT(one, last - begin);
   return last;
@@ -214,8 +250,8 @@ int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reser
 
 #else
 
-bool takes_one(const Search&) { return false; }
-int64_t scan_one(const Search&, int64_t, int64_t begin, int64_t, Reservoir&) { return begin; }
+inline bool takes_one(const Search&) { return false; }
+inline int64_t scan_one(const Search&, int64_t, int64_t begin, int64_t, Reservoir&) { return begin; }
 
 #endif
 

@@ -21,7 +21,9 @@ struct Key {
 };
 
 // Keeps up to `capacity` candidates and drops all but the k best whenever it is full: cheaper than a heap, for any k.
-// Positions must be added in ascending order.
+// Positions must be added in ascending order, unless `any_order` is set. `sorted` reservoirs keep k candidates in order
+// instead: tau is then up to date at any time, which pays for small k if few candidates come between two calls of
+// shrink().
 struct Reservoir {
   // The capacity for a search of so many codes.
   static int64_t capacity_for(int64_t k, int64_t codes) { return std::min(k + std::max<int64_t>(k, 28), codes + 1); }
@@ -38,17 +40,18 @@ struct Reservoir {
   }
 
   // Whether a code of this cost, at a later position than all others, is among the k best so far. NaN is the worst
-  // cost.
+  // cost. In any order, it says so of all codes that tie with the last of the k, too.
   bool wants(float cost) const { return !full || cost < tau; }
 
   void add(float cost, int64_t position) {
+    if (sorted) return insert(Key{key_of(cost, position)});
     keys[count++] = Key{key_of(cost, position)};
     if (count == capacity) shrink();
   }
 
   // Adds consecutive positions; false, with nothing added, if k costs are known or not all positions fit.
   bool add_all(const float* costs, int64_t first, int64_t codes) {
-    if (full || count + codes >= capacity) return false;
+    if (full || sorted || count + codes >= capacity) return false;
     for (int64_t i = 0; i < codes; ++i) keys[count + i] = Key{key_of(costs[i], first + i)};
     count += codes;
     return true;
@@ -56,7 +59,7 @@ struct Reservoir {
 
   // Keeps the k best, in the order of their positions.
   void shrink() {
-    if (count < k) return;
+    if (sorted || count < k) return;
     Key last = keys[0];
     if (count == k) {
       for (int64_t i = 1; i < count; ++i) last = last < keys[i] ? keys[i] : last;
@@ -71,13 +74,15 @@ struct Reservoir {
       }
       count = kept;
     }
-    tau = drq::cost_of(last.bits), full = tau == tau;
+    set_tau(last);
   }
 
   // The best, at most k, in order; returns how many.
   int64_t finish(uint64_t* out) {
     shrink();
-    if (count > 512) {
+    if (sorted) {
+      std::memcpy(out, keys, count * sizeof(Key));
+    } else if (count > 512 && !any_order) {
       sort_by_cost(out);
     } else {
       std::sort(keys, keys + count);
@@ -89,11 +94,29 @@ struct Reservoir {
   int64_t k, capacity;
   Key *keys, *scratch;  // [capacity]
   int64_t count = 0;
-  float tau = std::numeric_limits<float>::infinity();  // the k-th best cost at the last shrink(), or the ceiling
+  // The k-th best cost at the last shrink(), or the ceiling; in any order the next float above that cost.
+  float tau = std::numeric_limits<float>::infinity();
   // True with a ceiling, and once k costs that are not NaN are held: later candidates must be below tau.
   bool full = false;
+  bool any_order = false, sorted = false;
 
  private:
+  // In any order a code that ties with the last one may come before it, so tau is the next cost: NaN after infinity.
+  void set_tau(Key last) {
+    tau = drq::cost_of(any_order ? last.bits + (uint64_t{1} << 32) : last.bits), full = tau == tau;
+  }
+
+  void insert(Key key) {
+    if (count == k && !(key < keys[--count])) {
+      ++count;
+      return;
+    }
+    int64_t i = count++;
+    for (; i > 0 && key < keys[i - 1]; --i) keys[i] = keys[i - 1];
+    keys[i] = key;
+    if (count == k) set_tau(keys[k - 1]);
+  }
+
   // A stable radix sort by three digits of eleven bits; positions are in order already.
   void sort_by_cost(uint64_t* out) {
     constexpr int kDigit = 11, kBuckets = 1 << kDigit;

@@ -19,6 +19,7 @@ Counts counts;
 #endif
 
 DRQ_DECLARE_COPIES(void, scan, const Part& part)
+DRQ_DECLARE_COPIES(void, scan_lists, const Part& part, const Lists& lists)
 DRQ_DECLARE_COPIES(bool, in_batches, const Search& job)
 DRQ_DECLARE_COPIES(NormRange, norm_range, const Search& job, int64_t begin, int64_t end)
 DRQ_DECLARE_COPIES(void, place_bins, const Search& job, NormRange range, Bins& bins)
@@ -139,6 +140,27 @@ int64_t search_cpu(const Search& given, const Queries& queries, int isa, int thr
     merge(job, q, keys.get(), counts.get(), ranges);
     write(job, q, keys.get() + q * job.k, counts[q]);
   }
+  return odd == kNone ? -1 : odd.load();
+}
+
+int64_t search_lists_cpu(const Search& job, const Queries& queries, const Lists& lists, int isa, int threads) {
+  // Rough times in seconds: to make a thread worth waking, and of a query in the codes that it looks at.
+  constexpr double kThread = 60e-6, kQuery = 5e-6, kCode[kIsaCount] = {4e-9, 1e-9, 0.2e-9};
+  const double codes = static_cast<double>(job.N) * lists.probes / lists.L;
+  const double parts = std::min<double>(threads, job.Q * (kQuery + codes * kCode[isa]) / kThread);
+  const int64_t groups = std::max<int64_t>(1, std::min(job.Q, static_cast<int64_t>(parts)));
+  const std::unique_ptr<uint64_t[]> keys(new uint64_t[job.Q * job.k]);
+  const std::unique_ptr<int64_t[]> counts(new int64_t[job.Q]);
+  constexpr int64_t kNone = std::numeric_limits<int64_t>::max();
+  std::atomic<int64_t> odd{kNone};
+  const auto scan_lists = DRQ_CHOOSE_COPY(scan_lists, isa);
+  parallel_for(job.Q, static_cast<int>(groups), [&](int64_t first, int64_t last, int64_t) {
+    const bool to_compute = queries.rows != nullptr;
+    scan_lists(Part{job, to_compute ? &queries : nullptr, &odd, nullptr, first, last, 0, job.N, keys.get(),
+                    counts.get(), nullptr},
+               lists);
+    for (int64_t q = first; q < last; ++q) write(job, q, keys.get() + q * job.k, counts[q]);
+  });
   return odd == kNone ? -1 : odd.load();
 }
 

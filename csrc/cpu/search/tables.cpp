@@ -33,63 +33,97 @@ void multiply(const float* const (&rows)[kRows], const float* panels, int64_t D,
   }
 }
 
-// table[i, k] for kRows vectors and the codewords of kPanels panels from `panel` on; `count` of the rows are wanted.
-template <int kRows, int kPanels>
-void fill(const float* const (&rows)[kRows], int64_t count, const Search& job, const Queries& queries, int64_t panel,
-          float* table) {
-  Floats totals[kRows][kPanels];
-  multiply(rows, queries.columns + panel * kPanel * queries.D, queries.D, totals);
+#if defined(DRQ_AVX512)
+constexpr int kRows = 8, kPanels = 4;
+#else
+constexpr int kRows = 4, kPanels = 2;
+#endif
+
+// out[i, k] for kSome vectors and the codewords of kBeside panels from `panel` on; `count` of the vectors are wanted.
+template <int kSome, int kBeside>
+void fill(const float* const (&rows)[kSome], int64_t count, const float* columns, int64_t K, int64_t D, int64_t panel,
+          float* out) {
+  Floats totals[kSome][kBeside];
+  multiply(rows, columns + panel * kPanel * D, D, totals);
   for (int64_t r = 0; r < count; ++r)
-    for (int p = 0; p < kPanels; ++p) {
+    for (int p = 0; p < kBeside; ++p) {
       const int64_t k = (panel + p) * kPanel;
       float words[kPanel];
       totals[r][p].store(words);
-      std::memcpy(table + r * job.K + k, words, std::min(kPanel, job.K - k) * sizeof(float));
+      std::memcpy(out + r * K + k, words, std::min(kPanel, K - k) * sizeof(float));
     }
 }
+
+// Fills out [count, K] with the products of up to kRows vectors and all K columns.
+void fill_all(const float* const (&rows)[kRows], int64_t count, const float* columns, int64_t K, int64_t D,
+              float* out) {
+  const int64_t panels = (K + kPanel - 1) / kPanel;
+  int64_t panel = 0;
+  if (count == 1) {
+    const float* const row[1] = {rows[0]};
+    for (; panel + kPanels <= panels; panel += kPanels) fill<1, kPanels>(row, 1, columns, K, D, panel, out);
+    for (; panel < panels; ++panel) fill<1, 1>(row, 1, columns, K, D, panel, out);
+  }
+  for (; panel < panels; ++panel) fill<kRows, 1>(rows, count, columns, K, D, panel, out);
+}
+
+// kRows queries at a time, less the offset for metrics that want that.
+struct Rows {
+  Rows(const Search& job, const Queries& queries)
+      : queries(queries),
+        moved(is_centred(job.metric) && queries.offset != nullptr),
+        centred(moved ? kRows * queries.D : 0) {}
+
+  // Sets rows to the queries first..first + count; those beyond repeat the first.
+  void load(int64_t first, int64_t count) {
+    const int64_t D = queries.D;
+    for (int64_t r = 0; r < kRows; ++r) {
+      rows[r] = r < count ? queries.rows + (first + r) * D : rows[0];
+      if (!moved || r >= count) continue;
+      float* x = centred.data + r * D;
+      for (int64_t d = 0; d < D; ++d) x[d] = rows[r][d] - queries.offset[d];
+      rows[r] = x;
+    }
+  }
+
+  const Queries& queries;
+  const bool moved;
+  const float* rows[kRows];
+
+ private:
+  Buffer<float> centred;
+};
 
 }  // namespace
 
 int64_t fill_tables(const Search& job, const Queries& queries, int64_t begin, int64_t end, float* table,
                     float* constants, float* lengths) {
-#if defined(DRQ_AVX512)
-  constexpr int kRows = 8, kPanels = 4;
-#else
-  constexpr int kRows = 4, kPanels = 2;
-#endif
-  const int64_t D = queries.D, panels = (job.K + kPanel - 1) / kPanel;
-  const bool moved = is_centred(job.metric) && queries.offset != nullptr;
-  Buffer<float> centred(moved ? kRows * D : 0);
+  const int64_t D = queries.D;
+  Rows some(job, queries);
   int64_t odd = -1;
   for (int64_t first = begin; first < end; first += kRows) {
     const int64_t count = std::min<int64_t>(kRows, end - first);
-    const float* rows[kRows];
-    for (int64_t r = 0; r < kRows; ++r) {
-      if (r >= count) {  // unused: repeats the first row
-        rows[r] = rows[0];
-        continue;
-      }
-      const float* q = rows[r] = queries.rows + (first + r) * D;
+    some.load(first, count);
+    for (int64_t r = 0; r < count; ++r) {
+      const float* q = queries.rows + (first + r) * D;
       const int64_t i = first + r - begin;
       if (odd < 0 && !all_finite(q, D)) odd = first + r;
-      if (moved) {
-        float* x = centred.data + r * D;
-        for (int64_t d = 0; d < D; ++d) x[d] = q[d] - queries.offset[d];
-        rows[r] = x;
-      }
-      constants[i] = constant_of(job.metric, rows[r], queries.offset, D);
+      constants[i] = constant_of(job.metric, some.rows[r], queries.offset, D);
       if (has_length(job.metric)) lengths[i] = std::sqrt(dot(q, q, D));
     }
-    float* out = table + (first - begin) * job.K;
-    int64_t panel = 0;
-    if (count == 1) {
-      const float* const row[1] = {rows[0]};
-      for (; panel + kPanels <= panels; panel += kPanels) fill<1, kPanels>(row, 1, job, queries, panel, out);
-      for (; panel < panels; ++panel) fill<1, 1>(row, 1, job, queries, panel, out);
-    }
-    for (; panel < panels; ++panel) fill<kRows, 1>(rows, count, job, queries, panel, out);
+    fill_all(some.rows, count, queries.columns, job.K, D, table + (first - begin) * job.K);
   }
   return odd;
+}
+
+void fill_products(const Search& job, const Queries& queries, const Lists& lists, int64_t begin, int64_t end,
+                   float* products) {
+  Rows some(job, queries);
+  for (int64_t first = begin; first < end; first += kRows) {
+    const int64_t count = std::min<int64_t>(kRows, end - first);
+    some.load(first, count);
+    fill_all(some.rows, count, lists.columns, lists.L, queries.D, products + (first - begin) * lists.L);
+  }
 }
 
 }  // namespace DRQ_ISA

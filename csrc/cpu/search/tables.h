@@ -14,6 +14,10 @@ namespace DRQ_ISA {
 int64_t fill_tables(const Search& job, const Queries& queries, int64_t begin, int64_t end, float* table,
                     float* constants, float* lengths);
 
+// Fills products [end - begin, L] = <q', c_l> of some queries and the centroids of lists.
+void fill_products(const Search& job, const Queries& queries, const Lists& lists, int64_t begin, int64_t end,
+                   float* products);
+
 namespace {
 
 // The tables of up to `most` queries at a time, for one thread.

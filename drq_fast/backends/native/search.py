@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ... import checks
+from .. import inverted
 from .. import torch as definition
 from ..gradients import refuse_second_derivatives
-from ..types import Database, Parameters, SearchResult, Stored
+from ..types import Database, Lists, Parameters, SearchResult, Stored
 from .encode import gram
 from .extension import MAX_CODEWORDS, floats, instruction_set, native, pointer
 from .threads import single_threaded
@@ -50,7 +51,16 @@ class Inner:
         codebook, offset = codec.codebook.float(), None if codec.offset is None else codec.offset.float()
         self.gram, self.scale = gram(codebook), codec.scale.float().contiguous()
         self.with_offset = None if offset is None else 2 * (codebook @ offset)
-        self.of_offset = 0.0 if offset is None else float(offset @ offset)
+        self.of_offset = None if offset is None else (offset @ offset).reshape(1)
+
+
+class Centroids:
+    """The centroids of lists as the scan of the CPU takes them, float32: packed for products with queries."""
+
+    def __init__(self, lists: Lists) -> None:
+        centroids, (L, D) = lists.centroids.float().contiguous(), lists.centroids.shape
+        self.packed, self.norms = floats(native.packed_size(L, D)), lists.table(inverted.centroid_norms).float()
+        native.pack_codebook(pointer(centroids), pointer(self.packed), L, D)
 
 
 class Scanned:
@@ -74,23 +84,31 @@ class Scanned:
         )
 
 
-def search(query: Tensor, database: Database, k: int, *, finite: bool = False) -> SearchResult:
+def search(
+    query: Tensor, database: Database, k: int, *, finite: bool = False, probes: int | None = None
+) -> SearchResult:
     """The k best codes for each query [Q, D]: see `backends.torch.search`; scores are differentiable once."""
     if (query.requires_grad or database.requires_grad) and torch.is_grad_enabled():
         with torch.no_grad():
-            found = search(query, database, k, finite=finite)
+            found = search(query, database, k, finite=finite, probes=probes)
         return _with_gradient(query, database, found)
-    scan = _scan_cpu if query.device.type == "cpu" else _scan_cuda
     if database.keep is None or not _copying_pays(database, query.shape[0]):
-        return scan(query, database, k, finite)
+        return _scan(query, database, k, finite, probes)
     rows, kept = database.table(_kept)
-    scores, positions = scan(query, kept, k, finite)
+    scores, positions = _scan(query, kept, k, finite, probes)
     return SearchResult(scores, rows[positions.clamp_min(0)].where(positions >= 0, -1) if len(rows) else positions)
 
 
-def _scan_cpu(query: Tensor, database: Database, k: int, finite: bool) -> SearchResult:
+def _scan(query: Tensor, database: Database, k: int, finite: bool, probes: int | None) -> SearchResult:
+    if query.device.type == "cpu":
+        return _scan_cpu(query, database, k, finite, probes)
+    return _scan_cuda(query, database, k, finite)
+
+
+def _scan_cpu(query: Tensor, database: Database, k: int, finite: bool, probes: int | None) -> SearchResult:
     """Products with the codebook are part of the scan, in a fixed order."""
     job, rows = database.table(Scanned).job, _dense_floats(query)
+    lists = None if database.lists is None else _lists_job(database.lists, probes)
     Q, D = rows.shape
     scores, positions = rows.new_empty(Q, k), _NO_POSITIONS.new_empty(Q, k)
     query_at, scores_at, positions_at = rows.data_ptr(), scores.data_ptr(), positions.data_ptr()
@@ -101,7 +119,10 @@ def _scan_cpu(query: Tensor, database: Database, k: int, finite: bool) -> Search
     isa, threads = instruction_set(), torch.get_num_threads()
     for first in range(0, Q, step):
         count = min(step, Q - first)
-        odd = native.search_cpu(job, query_at, scores_at, positions_at, count, k, isa, threads)
+        if lists is None:
+            odd = native.search_cpu(job, query_at, scores_at, positions_at, count, k, isa, threads)
+        else:
+            odd = native.search_lists_cpu(job, lists, query_at, scores_at, positions_at, count, k, isa, threads)
         if odd >= 0 and finite:
             checks.finite("search", "query", query, torch.float32)
         query_at += 4 * count * D
@@ -133,6 +154,19 @@ def refine(query: Tensor, positions: Tensor, stored: Stored, metric: str, k: int
     return SearchResult(scores, found)
 
 
+def _lists_job(lists: Lists, probes: int | None, products: Tensor | None = None) -> _C.Lists:
+    """The job must not outlive the lists and the products [Q, L]."""
+    L, centroids = len(lists), lists.table(Centroids)
+    return native.Lists(
+        starts=lists.starts.data_ptr(),
+        columns=centroids.packed.data_ptr(),
+        norms=centroids.norms.data_ptr(),
+        products=pointer(products),
+        L=L,
+        probes=L if probes is None else min(probes, L),
+    )
+
+
 @torch.no_grad()
 def _scan_cuda(query: Tensor, database: Database, k: int, finite: bool) -> SearchResult:
     """The same on a GPU: enqueued on the current stream, with products by torch."""
@@ -159,11 +193,13 @@ def scan_given(
     norms: Tensor | None = None,
     keep: Tensor | None = None,
     threads: int = 1,
+    probed: tuple[Lists, Tensor, int] | None = None,
 ) -> None:
     """Fills scores [Q, k] and positions [Q, k] int64 with the best codes, given the products of queries and codewords.
 
     All in float32; codes [N, L] uint8, or two-byte codes in int16, rows perhaps apart; norms [N] for l2 and cosine;
-    keep [N] bool. On a GPU it is enqueued.
+    keep [N] bool. On a GPU it is enqueued. probed, on the CPU only: lists, their products [Q, lists] with the queries,
+    and how many lists each query looks at.
     """
     table, norms = prepared.table.contiguous(), None if norms is None else norms.float().contiguous()
     keep = None if keep is None else keep.contiguous()
@@ -187,7 +223,10 @@ def scan_given(
         metric=_METRICS[metric],
         wide=codes.dtype == torch.int16,
     )
-    if table.device.type == "cpu":
+    if probed is not None:
+        lists, products, probes = probed
+        native.search_given_lists_cpu(job, _lists_job(lists, probes, products), instruction_set(), threads)
+    elif table.device.type == "cpu":
         native.search_given_cpu(job, instruction_set(), threads)
     else:
         enqueue(job, table.device)
@@ -213,15 +252,35 @@ def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Ten
 
 def _with_gradient(query: Tensor, database: Database, found: SearchResult) -> SearchResult:
     """What was found, with a gradient: its positions are scored once more, by differentiable operations."""
-    codes, norms = database.codes, database.norms
-    if len(codes) == 0:
+    if len(database.codes) == 0:
         return found
     rows = found.positions.clamp_min(0)
-    own = definition.numbers(codes)[rows]
-    again = adc(query, own, database.codec, database.metric, None if norms is None else norms[rows])
+    again = _scores_at(rows, query, database)
     usable = (found.positions >= 0) & again.isfinite()
     zero = torch.where(usable, again - again.detach(), 0)  # exact, and it carries the gradient
     return SearchResult(found.scores + zero, found.positions)
+
+
+def _scores_at(rows: Tensor, query: Tensor, database: Database) -> Tensor:
+    """Scores [Q, k] of the rows [Q, k] that each query found; differentiable."""
+    codes, codec, metric, lists = (
+        definition.numbers(database.codes)[rows],
+        database.codec,
+        database.metric,
+        database.lists,
+    )
+    norms = None if database.norms is None else database.norms[rows]
+    if lists is None:
+        return adc(query, codes, codec, metric, norms)
+    with torch.autocast(query.device.type, enabled=False):
+        query, offset = query.float(), None if codec.offset is None else codec.offset.float()
+        prepared = definition.prepare(query, codec.codebook.float(), offset, metric)
+        products = inverted.products_of(query, lists.centroids.float(), offset, metric).gather(1, lists.of(rows))
+        if metric != "ip" and norms is None:
+            norms = definition.squared_norms(database.codes, codec, metric, lists)[rows]
+        constants = inverted.constants_of(products, prepared.constants, metric)
+        sums = _Lookup.apply(prepared.table, codes, codec.scale.float())
+        return definition.scores_of(sums, norms, prepared._replace(constants=constants), metric)
 
 
 class _Lookup(torch.autograd.Function):
@@ -284,27 +343,50 @@ def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def squared_norms(codes: Tensor, codec: Parameters, metric: str) -> Tensor:
+def squared_norms(codes: Tensor, codec: Parameters, metric: str, lists: Lists | None = None) -> Tensor:
     """The squared norms [N] of codes [N, L] on the CPU, float32: see `backends.torch.squared_norms`."""
     with torch.autocast("cpu", enabled=False):
         inner = codec.table(Inner)
-    codes, shifted = _dense_rows(codes), metric == "cosine"
-    (N, M), norms = codes.shape, floats(len(codes))
+    codes, norms = _dense_rows(codes), floats(len(codes))
+    if lists is None:
+        shifted = metric == "cosine" and inner.with_offset is not None
+        _add_norms(inner, codes, norms, inner.with_offset if shifted else None, inner.of_offset if shifted else None)
+        return norms
+    offset = None if codec.offset is None else codec.offset.float()
+    wide = Parameters(codec.codebook.float(), codec.scale, offset)
+    with torch.autocast("cpu", enabled=False):
+        for part in inverted.shifts_of(wide, metric, lists):
+            starts = lists.starts[part.first : part.first + len(part.constants) + 1] - part.begin
+            rows = slice(part.begin, part.end)
+            _add_norms(inner, codes[rows], norms[rows], part.inner, part.constants, starts)
+    return norms
+
+
+def _add_norms(
+    table: Inner,
+    codes: Tensor,
+    norms: Tensor,
+    inner: Tensor | None,
+    constants: Tensor | None,
+    starts: Tensor | None = None,
+) -> None:
+    """Fills norms [N] of codes [N, M]; inner [K] and constants [1], or [L, K] and [L] with starts [L + 1] of lists."""
+    N, M = codes.shape
     job = native.Norms(
-        gram=inner.gram.data_ptr(),
-        scale=inner.scale.data_ptr(),
-        inner=pointer(inner.with_offset) if shifted else 0,
-        constant=inner.of_offset if shifted else 0.0,
+        gram=table.gram.data_ptr(),
+        scale=table.scale.data_ptr(),
+        inner=pointer(inner),
+        constants=pointer(constants),
+        starts=pointer(starts),
         codes=codes.data_ptr(),
         norms=norms.data_ptr(),
         N=N,
-        K=len(inner.gram),
+        K=len(table.gram),
         M=M,
         stride=codes.stride(0) if N > 1 else M,
         wide=codes.dtype == torch.int16,
     )
     native.norms_cpu(job, torch.get_num_threads())
-    return norms
 
 
 def _dense_rows(codes: Tensor) -> Tensor:
@@ -328,7 +410,7 @@ def _norms(database: Database) -> Tensor | None:
     if norms is None:
         small = database.device.type == "cpu" and len(database.codec.codebook) <= MAX_CODEWORDS
         column = squared_norms if small else definition.squared_norms
-        norms = column(database.codes, database.codec, database.metric)
+        norms = column(database.codes, database.codec, database.metric, database.lists)
     return _dense_floats(norms)
 
 
