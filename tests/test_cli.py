@@ -46,7 +46,9 @@ def test_from_vectors_to_neighbours(shell):
 def test_candidates_scored_again_by_the_vectors(shell):
     shell.fitted()
     x, q = np.load("x.npy"), np.load("q.npy")
-    found = json.loads(shell.ok("search", "run", "q.npy", "-k", "3", "--refine", "3000", "--vectors", "x.npy", "--json"))
+    found = json.loads(
+        shell.ok("search", "run", "q.npy", "-k", "3", "--refine", "3000", "--vectors", "x.npy", "--json")
+    )
     exact = torch.cdist(torch.from_numpy(q).double(), torch.from_numpy(x).double()).topk(3, largest=False).indices
     assert found["ids"] == exact.tolist()
     assert "refine needs vectors" in shell.refused("search", "run", "q.npy", "--refine", "20")

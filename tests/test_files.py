@@ -149,7 +149,7 @@ def test_truncated_files_are_refused(saved, keep, mmap):
         (
             lambda t: t.update(more=t["ids"].clone()),
             lambda h: None,
-            "tensors must be codebook, scale, codes and perhaps offset, ids, vectors and steps",
+            "tensors must be codebook, scale, codes and perhaps offset, ids, vectors, steps, centroids and lists",
         ),
         (lambda t: t.update(codebook=t["codebook"].double()), lambda h: None, "codebook must be torch.float32"),
         (lambda t: t.pop("codes"), lambda h: None, "does not describe an index"),

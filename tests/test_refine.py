@@ -49,7 +49,7 @@ def exact(query: torch.Tensor, x: torch.Tensor, metric: str, k: int) -> torch.Te
 def test_with_all_candidates_the_search_is_exact_on_the_stored_vectors(x, codec, metric, kind):
     index = Index(codec, metric, vectors=kind)
     index.add(x)
-    stored = index._rows.vectors.floats(torch.arange(N))
+    stored = index._rows.content.stored().floats(torch.arange(N))
     torch.testing.assert_close(stored, x, rtol=1e-3, atol={"float32": 0, "float16": 1e-3, "int8": 0.2}[kind])
     scores, ids = index.search(x[:40] + 0.1, k=10, refine=N)
     assert torch.equal(ids, exact(x[:40] + 0.1, stored, metric, 10))

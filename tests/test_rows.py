@@ -51,9 +51,9 @@ def test_replaced_rows_are_dropped():
 
 def stored_bytes(index: Index) -> int:
     """Of all tensors that grow with the index."""
-    tensors = [t for t in index._rows if isinstance(t, torch.Tensor)] + [
-        known.values for known in index._norms.values()
-    ]
+    rows = index._rows
+    tensors = [t for t in (*rows.content, *rows) if isinstance(t, torch.Tensor)]
+    tensors += [known.values for known in index._norms.values()]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

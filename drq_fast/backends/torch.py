@@ -7,7 +7,7 @@ soft assignment, codes [N, M], offset [D] or None. Codes [N, L] with L < M are p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from typing import NamedTuple
 
@@ -454,6 +454,14 @@ def rank(scores: Tensor, k: int, metric: str) -> Tensor:
     counts = rows.bincount(minlength=len(scores))
     first = counts.cumsum(0) - counts
     return columns[order[first[:, None] + torch.arange(k, device=scores.device)]]
+
+
+def best_of(scores: Sequence[Tensor], positions: Sequence[Tensor], k: int, metric: str) -> SearchResult:
+    """The k best of several results [Q, n], of different positions each, in the order (score, position)."""
+    all_scores, found = torch.cat(list(scores), dim=1), torch.cat(list(positions), dim=1)
+    order = torch.where(found < 0, torch.iinfo(torch.int64).max, found).argsort(dim=1, stable=True)
+    order = order.gather(1, _cost(all_scores.gather(1, order), metric).argsort(dim=1, stable=True))[:, :k]
+    return SearchResult(all_scores.gather(1, order), found.gather(1, order))
 
 
 def pad_result(scores: Tensor, positions: Tensor, k: int, metric: str) -> SearchResult:

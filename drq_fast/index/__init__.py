@@ -10,21 +10,23 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from .. import backends, checks, modes
-from ..backends.torch import numbers, pad_result
-from ..backends.types import Database, SearchResult, Stored
+from ..backends.torch import best_of, numbers, pad_result
+from ..backends.types import Database, SearchResult
 from ..codec import Array, Codec
 from ..quantizer import RecurrentQuantizer
 from . import file
 from . import vectors as stored_vectors
-from .build import fitted_codec
+from .build import fitted
+from .coarse import Coarse, default_probes, is_late, tail_of
 from .ids import MAX_ID, Places, checked_ids
 from .norms import Norms, copied_norms, extended_norms
-from .rows import Rows
+from .rows import Content, Rows, no_rows
 
 _QUERIES = 1 << 10  # queries between two updates of the progress bar, at least
 _WORK = 1 << 34  # scores between two updates
@@ -51,13 +53,24 @@ class IndexResult(NamedTuple):
     ids: Any
 
 
+class Searched(NamedTuple):
+    """What a search reads: the rows, those that are scanned in their order, and copies of others in that of lists."""
+
+    rows: Rows
+    database: Database
+    tail: Database | None = None
+    tail_rows: Tensor | None = None  # [n]: where the rows of the tail are
+
+
 class Index:
     """Codes of many vectors, searched by queries that are not quantized themselves.
 
     codec: a Codec, or a layer, of whose parameters a copy is taken, so that training it further does not change the
     index. metric: "l2" (squared distance, less is better), "ip" (inner product) or "cosine". vectors: "float32",
     "float16" or "int8" keeps the vectors too, for `search(refine=)`. Everything takes torch or numpy and answers in
-    kind. Several threads may search, add and remove at the same time: a search sees the index as it was when it began.
+    kind. centroids [L, dim]: vectors are divided into L lists, by the nearest centroid, and a search looks at the lists
+    near to the query; the codec encodes what the centroid leaves of a vector (`Index.build` fits both). Several threads
+    may search, add and remove at the same time: a search sees the index as it was when it began.
 
     >>> index = Index(layer, metric="l2")
     >>> ids = index.add(x)
@@ -71,6 +84,7 @@ class Index:
         device: torch.device | str | None = None,
         *,
         vectors: str | None = None,
+        centroids: Tensor | np.ndarray | None = None,
     ) -> None:
         if not isinstance(codec, (Codec, RecurrentQuantizer)):
             checks.fail("Index", "codec", "a Codec or a RecurrentQuantizer", type(codec).__name__, error=TypeError)
@@ -82,9 +96,11 @@ class Index:
             codec = codec.codec()
         codec = codec.to(checks.device("Index", device, codec.device))
         with modes.plain(codec.device):
+            coarse = None if centroids is None else Coarse(_centroids(centroids, codec), codec)
             codes = torch.empty(0, codec.levels, dtype=file.storage(codec.codewords), device=codec.device)
-            kept = None if vectors is None else stored_vectors.empty(vectors, codec.dim, codec.device)
-        self._take(codec, metric, Rows(codes, kept, None, None, size=0, removed=0, next_id=0, generation=0), None)
+            lists = None if coarse is None else torch.empty(0, dtype=coarse.dtype, device=codec.device)
+            kept = () if vectors is None else stored_vectors.empty(vectors, codec.dim, codec.device)
+        self._take(codec, metric, coarse, no_rows(Content(codes, lists, *kept)), None)
 
     @classmethod
     def build(
@@ -93,6 +109,7 @@ class Index:
         *,
         bits: int = 64,
         metric: str = "l2",
+        lists: int | str | None = "auto",
         vectors: str | None = None,
         ids: Array | Iterable[int] | None = None,
         beam: int = 16,
@@ -102,15 +119,16 @@ class Index:
     ) -> Index:
         """Fits a codec of `bits` per vector to x [N, dim], which may be a memory map, and adds x to a new index.
 
-        bits: a multiple of 8. metric: for "cosine" the codec encodes directions. vectors and ids: as in the constructor
-        and in `add`. beam: the width of the encoder's. sample and seed: see `RecurrentQuantizer.fit`.
+        bits: a multiple of 8. metric: for "cosine" the codec encodes directions. lists: how many inverted lists; by
+        default about 2 sqrt(N), and none for fewer than 50,000 vectors. vectors and ids: as in the constructor and in
+        `add`. beam: the width of the encoder's. sample and seed: see `RecurrentQuantizer.fit`.
 
         >>> index = Index.build(x, bits=64, metric="cosine", vectors="float16")
         >>> scores, ids = index.search(query, k=10, refine=100)
         """
         place = checks.device("build", device, torch.device("cpu"))
-        codec = fitted_codec(x, bits, metric, beam, sample, seed, place)
-        index = cls(codec, metric, vectors=vectors)
+        codec, centroids = fitted(x, bits, metric, lists, beam, sample, seed, place)
+        index = cls(codec, metric, vectors=vectors, centroids=centroids)
         rows = index._vectors("build", "x", x)
         given = None if ids is None else checked_ids("build", ids, place)
         if given is not None and len(given) != len(rows):
@@ -120,10 +138,12 @@ class Index:
                 part = slice(first, first + _ADDED)
                 index.add(rows[part], None if given is None else given[part], beam=beam)
                 bar.update(len(rows[part]))
+        if index._coarse is not None:
+            index._put_in_order()
         return index
 
-    def _take(self, codec: Codec, metric: str, rows: Rows, mapped: file.Mapped | None) -> None:
-        self._codec, self._metric = codec, metric
+    def _take(self, codec: Codec, metric: str, coarse: Coarse | None, rows: Rows, mapped: file.Mapped | None) -> None:
+        self._codec, self._metric, self._coarse = codec, metric, coarse
         self._make_lock()
         self._mapped = mapped
         self._places = Places()
@@ -143,11 +163,11 @@ class Index:
         """
         self._rows: Rows
         self._norms: Norms
-        # length -> the rows, and what a search without a filter of its own looks at. Searches get it without the lock;
-        # whoever enters something has noted that marks are read.
-        self._databases: dict[int, tuple[Rows, Database]]
+        # length -> what a search without a filter of its own looks at. Searches get it without the lock; whoever enters
+        # something has noted that marks are read.
+        self._searched: dict[int, Searched]
         mapped = None if self._mapped is None else self._mapped.kept(rows)
-        self.__dict__.update(_rows=rows, _norms=known or {}, _databases={}, _mapped=mapped)
+        self.__dict__.update(_rows=rows, _norms=known or {}, _searched={}, _mapped=mapped)
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies, made under the lock: a pickle or a copy shares no memory with an index that goes on changing."""
@@ -157,7 +177,7 @@ class Index:
                 "_rows": self._in_memory("copy").copied(),
                 "_mapped": None,
                 "_norms": copied_norms(self._norms),
-                "_databases": {},
+                "_searched": {},
                 "_places": Places(),
             }
 
@@ -215,22 +235,29 @@ class Index:
     @property
     def vectors(self) -> str | None:
         """How the vectors are kept beside their codes: "float32", "float16", "int8", or None if they are not."""
-        kept = self._rows.vectors
-        return None if kept is None else str(kept.values.dtype).removeprefix("torch.")
+        kept = self._rows.content.vectors
+        return None if kept is None else str(kept.dtype).removeprefix("torch.")
+
+    @property
+    def lists(self) -> int | None:
+        """The number of inverted lists, or None if every search looks at all codes."""
+        return None if self._coarse is None else len(self._coarse)
 
     @property
     def ids(self) -> Tensor:
-        """All ids in the index [len], oldest first."""
-        rows = self._readable()._replace(vectors=None).living()
+        """All ids in the index [len], oldest first; with lists, in the order of lists."""
+        rows = self._readable().codes_alone().living()
         return torch.arange(rows.size, device=self.device) if rows.ids is None else rows.ids.clone()
 
     @property
     def codes(self) -> Tensor:
-        """All codes in the index [len, levels], oldest first, uint8 for K <= 256, else int32."""
-        return numbers(self._readable()._replace(vectors=None).living().codes.clone())
+        """All codes in the index [len, levels], in the order of `ids`, uint8 for K <= 256, else int32."""
+        return numbers(self._readable().codes_alone().living().codes.clone())
 
     def encode(self, x: Array, beam: int = 1) -> Array:
         """x [N, dim] -> codes [N, levels], uint8 for K <= 256, else int32."""
+        if self._coarse is not None:
+            raise RuntimeError("encode: the index has lists, and a code says nothing without its list; use add.")
         self._vectors("encode", "x", x)
         return self.codec.encode(x, beam)
 
@@ -240,13 +267,13 @@ class Index:
         ids: unique, not negative and not in the index; by default the numbers after the highest ever used, so that a
         removed id is never given to another vector.
         """
-        return checks.in_kind(self._append("add", *self._stored("add", x, beam), ids), x)
+        return checks.in_kind(self._append("add", self._content("add", x, beam), ids), x)
 
     def upsert(self, x: Array, ids: Array | Iterable[int], *, beam: int = 1) -> Array:
         """`add` that replaces the vectors whose ids are in the index already; they count as new from then on."""
         if ids is None:
             checks.fail("upsert", "ids", "given", "None", error=TypeError)
-        return checks.in_kind(self._append("upsert", *self._stored("upsert", x, beam), ids, replace=True), x)
+        return checks.in_kind(self._append("upsert", self._content("upsert", x, beam), ids, replace=True), x)
 
     def add_codes(self, codes: Array, ids: Array | Iterable[int] | None = None) -> Array:
         """Stores codes [N, levels] that `encode` made; returns their ids as `add` does."""
@@ -254,9 +281,10 @@ class Index:
         checks.codes("add_codes", values, self.codewords, self.levels, self.device)
         if values.shape[1] != self.levels:
             checks.fail("add_codes", "codes", f"[N, {self.levels}]", checks.shape_of(values))
-        if self.vectors is not None:
-            raise RuntimeError("add_codes: the index keeps vectors beside their codes; use add.")
-        return checks.in_kind(self._append("add_codes", values, None, ids), codes)
+        if self.vectors is not None or self._coarse is not None:
+            what = "keeps vectors beside their codes" if self._coarse is None else "has lists"
+            raise RuntimeError(f"add_codes: the index {what}; use add.")
+        return checks.in_kind(self._append("add_codes", Content(values), ids), codes)
 
     def search(
         self,
@@ -265,24 +293,33 @@ class Index:
         levels: int | None = None,
         keep: Array | Iterable[int] | None = None,
         *,
+        probes: int | None = None,
         refine: int | None = None,
         vectors: Any = None,
     ) -> IndexResult:
         """The k best for each query [Q, dim] (or [dim]): IndexResult(scores [Q, k], ids [Q, k]).
 
         levels: use only the first so many levels of every code. keep: only these ids, or a bool array indexed by id;
-        ids that are not in the index are passed over. refine: the so many best by codes are scored again by the vectors
+        ids that are not in the index are passed over. probes: how many lists each query looks at, the nearest ones; by
+        default one of 16, and at least 16. refine: the so many best by codes are scored again by the vectors
         themselves, those of the index or the rows of `vectors` [n, dim], by id, which may be a memory map. Equal scores
-        come oldest first. Where fewer than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576,
-        or the number of vectors if that is more.
+        come oldest first, with lists in the order of the lists. Where fewer than k vectors remain: id -1 and score +inf
+        (l2) or -inf. k: at most 1,048,576, or the number of vectors if that is more.
         """
         single = getattr(query, "ndim", 2) == 1
         values = self._vectors("search", "query", query[None] if single else query)
         k = checks.integer("search", "k", k, 1, min(max(self._rows.size, _PADDED), checks.MAX_RESULTS))
         given = None if vectors is None else stored_vectors.Given(vectors, self.dim)
         candidates = k if refine is None and given is None else self._candidates(refine, k, given)
-        rows, database = self._snapshot(checks.levels("search", levels, self._codec.levels), keep)
-        scores, found = self._scan(values, min(candidates, max(rows.size, 1)), database)
+        probes = self._probes(probes)
+        searched = self._snapshot(checks.levels("search", levels, self._codec.levels), keep)
+        rows, most = searched.rows, min(candidates, max(searched.rows.size, 1))
+        scores, found = self._scan(values, most, searched.database, probes)
+        if searched.tail is not None:
+            assert searched.tail_rows is not None
+            others, places = self._scan(values, most, searched.tail, probes)
+            places = searched.tail_rows[places.clamp_min(0)].where(places >= 0, -1)
+            scores, found = best_of((scores, others), (found, places), most, self._metric)
         if refine is not None and rows.size:
             scores, found = self._refined(values, found, rows, min(k, found.shape[1]), given)
         if found.shape[1] < k:
@@ -323,7 +360,7 @@ class Index:
             mapped, rows = self._mapped, self._readable()
         if mapped is not None:
             mapped.verify("save", self.codewords)
-        file.write(path, self.codec, self.metric, rows)
+        file.write(path, self.codec, self.metric, None if self._coarse is None else self._coarse.centroids, rows)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = False, device: torch.device | str | None = None) -> Index:
@@ -338,9 +375,10 @@ class Index:
         place = checks.device("load", device, torch.device("cpu"))
         index = cls.__new__(cls)
         with modes.plain(place):
-            codec, metric, rows, checksums = file.read(path, mmap, place)
+            codec, metric, centroids, rows, checksums = file.read(path, mmap, place)
+            coarse = None if centroids is None else Coarse(centroids, codec)
             mapped = {name: tensor for name, tensor in rows.tensors().items() if name in file.MAPPED}
-        index._take(codec, metric, rows, file.Mapped(mapped, Path(path), checksums) if mmap else None)
+        index._take(codec, metric, coarse, rows, file.Mapped(mapped, Path(path), checksums) if mmap else None)
         return index
 
     def verify(self) -> None:
@@ -374,17 +412,22 @@ class Index:
             checks.fail(op, name, f"[N, {self.dim}]", checks.shape_of(values))
         return values
 
-    def _stored(self, op: str, x: Any, beam: int) -> tuple[Tensor, Stored | None]:
-        """Checked vectors x [N, dim] as codes, and as they are kept beside them."""
+    def _content(self, op: str, x: Any, beam: int) -> Content:
+        """What is stored for checked vectors x [N, dim]."""
         values = self._vectors(op, "x", x)
         checks.finite(op, "x", values, torch.float32)
-        kept = self._rows.vectors
-        return self.codec.encode(values, beam), None if kept is None else stored_vectors.stored_as(op, values, kept)
+        kept = self._rows.content.stored()
+        with torch.no_grad(), modes.plain(self.device):
+            coded = (
+                Content(self.codec.encode(values, beam)) if self._coarse is None else self._coarse.encode(values, beam)
+            )
+            vectors = (None, None) if kept is None else stored_vectors.stored_as(op, values, kept)
+        return Content(coded.codes, coded.lists, *vectors)
 
-    def _append(self, op: str, codes: Tensor, kept: Stored | None, new: Any, replace: bool = False) -> Tensor:
+    def _append(self, op: str, new_rows: Content, new: Any, replace: bool = False) -> Tensor:
         """Stores checked rows under new ids, or under those that follow the highest one in use; returns the ids."""
         with self._lock, modes.plain(self.device):
-            rows, count = self._rows, len(codes)
+            rows, count = self._rows, len(new_rows.codes)
             if new is None:
                 if rows.next_id + count > MAX_ID + 1:
                     checks.fail(op, "ids", "given, since there are too few above the highest one in use", "None")
@@ -392,7 +435,7 @@ class Index:
                 replaced = new_ids[:0]
             else:
                 new_ids, replaced = self._new_ids(op, new, count, replace)
-            rows = self._in_memory(op, count).appended(codes, kept, new_ids, replaced)
+            rows = self._in_memory(op, count).appended(new_rows, new_ids, replaced)
             if 2 * rows.living_count() < rows.size:
                 self._set_rows(rows.compacted())
             else:
@@ -415,29 +458,62 @@ class Index:
         self._places = self._places.extended(self._rows)
         return self._places.find(self._rows, wanted)
 
-    def _snapshot(self, length: int, keep: Any) -> tuple[Rows, Database]:
+    def _snapshot(self, length: int, keep: Any) -> Searched:
         """What a search reads: the rows, and their first `length` levels with norms and the rows to look at."""
-        known = self._databases.get(length) if keep is None else None
+        known = self._searched.get(length) if keep is None else None
         if known is not None:
             return known
         with self._lock:
             mapped = self._mapped is not None and "codes" in self._mapped.tensors
             if mapped and self.codewords not in (256, 65536):  # not every number is a code
                 self._set_rows(self._in_memory("search", names=("codes",)), self._norms)
-            rows, database = self._databases.get(length) or self._database(self._readable(), length)
+            if self._coarse is not None and is_late(self._rows):
+                self._put_in_order()
+            searched = self._searched.get(length) or self._all_rows(self._readable(), length)
             if keep is None:
-                return rows, database
-            flags, positions = self._wanted(rows, keep)
-        mask = self._mask(rows, flags, positions)
-        return rows, Database(database.codes, self.codec, self.metric, database.norms, mask)
+                return searched
+            flags, positions = self._wanted(searched.rows, keep)
+        mask = self._mask(searched.rows, flags, positions)
+        return self._filtered(searched, mask)
 
-    def _database(self, rows: Rows, length: int) -> tuple[Rows, Database]:
+    def _put_in_order(self) -> None:
+        """Puts all rows in the order of their lists."""
+        with self._lock, modes.plain(self.device):
+            self._set_rows(self._in_memory("search").in_lists())
+
+    def _all_rows(self, rows: Rows, length: int) -> Searched:
         """The rows that were not removed; kept for the next search."""
-        used = rows.used()
-        codes, alive = used.codes[:, :length], used.alive
-        norms = None if self.metric == "ip" else extended_norms(self._norms, codes, self.codec, self.metric)
-        known = self._databases[length] = rows, Database(codes, self.codec, self.metric, norms, alive)
-        return known
+        used, codec, metric, coarse = rows.used(), self.codec, self.metric, self._coarse
+        with modes.plain(self.device):
+            if coarse is None:
+                codes, lists = used.codes[:, :length], None
+            else:
+                assert used.content.lists is not None
+                codes, lists = used.codes[: rows.ordered, :length], coarse.lists_of(used.content.lists[: rows.ordered])
+            norms = None if metric == "ip" else extended_norms(self._norms, codes, codec, metric, lists)
+            searched = Searched(rows, Database(codes, codec, metric, norms, lists=lists))
+            tail = None if coarse is None else tail_of(used)
+            if coarse is not None and tail is not None:
+                assert tail.content.lists is not None
+                of_tail = coarse.lists_of(tail.content.lists)
+                database = Database(tail.content.codes[:, :length], codec, metric, lists=of_tail)
+                searched = searched._replace(tail=database, tail_rows=tail.rows)
+            if used.alive is not None:
+                searched = self._filtered(searched, used.alive)
+        self._searched[length] = searched
+        return searched
+
+    def _filtered(self, searched: Searched, mask: Tensor) -> Searched:
+        """The rows that mask [size] marks."""
+        first = searched.database
+        database = Database(first.codes, self.codec, self.metric, first.norms, mask[: len(first.codes)], first.lists)
+        if searched.tail is None:
+            return searched._replace(database=database)
+        tail, rows = searched.tail, searched.tail_rows
+        assert rows is not None
+        return searched._replace(
+            database=database, tail=Database(tail.codes, self.codec, self.metric, tail.norms, mask[rows], tail.lists)
+        )
 
     def _wanted(self, rows: Rows, keep: Any) -> tuple[Tensor, Tensor | None]:
         """The user's filter as a tensor, and the rows of its ids, -1 where there is none, unless it is a bool array."""
@@ -452,7 +528,7 @@ class Index:
 
     def _mask(self, rows: Rows, flags: Tensor, positions: Tensor | None) -> Tensor:
         """The rows to look at [size] bool."""
-        stored, alive = rows.used()[2:4]
+        stored, alive = rows.used()[1:3]
         with modes.plain(self.device):
             if positions is None:
                 mask = flags[: rows.size] if stored is None else flags[stored]
@@ -479,25 +555,45 @@ class Index:
         query = query.to(self.device, torch.float32)
         if given is not None:
             return given.refined(query, found, rows.ids, self.metric, k)
-        assert rows.vectors is not None
-        return stored_vectors.refined(query, found, rows.vectors, self.metric, k)
+        stored = rows.content.stored()
+        assert stored is not None
+        return stored_vectors.refined(query, found, stored, self.metric, k)
 
-    def _scan(self, query: Tensor, k: int, database: Database) -> SearchResult:
+    def _probes(self, probes: int | None) -> int | None:
+        """The checked number of lists to look at."""
+        if self._coarse is None:
+            if probes is not None:
+                raise RuntimeError("search: probes needs lists, and the index has none.")
+            return None
+        lists = len(self._coarse)
+        return default_probes(lists) if probes is None else checks.integer("search", "probes", probes, 1, lists)
+
+    def _scan(self, query: Tensor, k: int, database: Database, probes: int | None) -> SearchResult:
         """Scores [Q, k] and rows [Q, k]; in blocks of queries with a progress bar where it takes long."""
         codes, device = database.codes, database.device
         if query.dtype is torch.float64:
             checks.finite("search", "query", query, torch.float32)
         if query.dtype is not torch.float32 or query.device != device:
             query = query.to(device, torch.float32)
-        unsupported = backends.cannot_search(query, codes, database.codec, database.norms)
+        unsupported = backends.cannot_search(query, codes, database.codec, database.norms, database.lists)
         column = backends.choose("search", device.type, None, unsupported)
         step = max(_QUERIES, _WORK // max(1, codes.shape[0]))
         if query.shape[0] <= step:
-            return column.search(query, database, k, finite=True)
+            return column.search(query, database, k, finite=True, probes=probes)
         parts = []
         checks.finite("search", "query", query, torch.float32)
         with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=None, leave=False) as bar:
             for part in query.split(step):
-                parts.append(column.search(part, database, k, finite=True))
+                parts.append(column.search(part, database, k, finite=True, probes=probes))
                 bar.update(len(part))
         return SearchResult(torch.cat([part.scores for part in parts]), torch.cat([part.positions for part in parts]))
+
+
+def _centroids(value: Tensor | np.ndarray, codec: Codec) -> Tensor:
+    """A user's centroids [L, D], relative to the offset of the codec."""
+    centroids = checks.array("Index", "centroids", value)
+    if centroids.ndim != 2 or centroids.shape[1] != codec.dim or len(centroids) == 0:
+        checks.fail("Index", "centroids", f"[L, {codec.dim}]", checks.shape_of(centroids))
+    checks.finite("Index", "centroids", centroids, torch.float32)
+    centroids = centroids.detach().to(codec.device, torch.float32)
+    return centroids.clone() if codec.offset is None else centroids - codec.offset

@@ -1,24 +1,43 @@
-"""The codec of an index that is built from vectors alone."""
+"""Codec and inverted lists of an index that is built from vectors alone."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import checks
 from .. import fit as fitting
 from ..codec import Codec, directions
 from ..quantizer import RecurrentQuantizer
+from . import coarse
 
 _CODEWORDS = 256  # a byte per level
 _MAX_BITS = 1 << 15
 
 
-def fitted_codec(
-    x: Any, bits: int, metric: str, beam: int, sample: int | None, seed: int | None, device: torch.device
-) -> Codec:
-    """A codec of `bits` per vector, fitted to a sample of x [N, D]; for cosine, to its directions."""
+class Fitted(NamedTuple):
+    """A codec, and the centroids [L, D] of inverted lists if there are any."""
+
+    codec: Codec
+    centroids: Tensor | None
+
+
+def fitted(
+    x: Any,
+    bits: int,
+    metric: str,
+    lists: int | str | None,
+    beam: int,
+    sample: int | None,
+    seed: int | None,
+    device: torch.device,
+) -> Fitted:
+    """A codec of `bits` per vector, fitted to a sample of x [N, D]; for cosine, to its directions.
+
+    With lists it is fitted to what the centroids leave of the vectors, and its offset is their mean.
+    """
     bits = checks.integer("build", "bits", bits, 8, _MAX_BITS)
     if bits % 8:
         checks.fail("build", "bits", "a multiple of 8", bits)
@@ -26,9 +45,26 @@ def fitted_codec(
     values = checks.array("build", "x", x)
     if values.ndim != 2 or len(values) == 0:
         checks.fail("build", "x", "[N, D] with at least one vector", checks.shape_of(values))
+    count = _list_count(lists, len(values))
     rows = fitting.sample_size(_CODEWORDS) if sample is None else checks.integer("build", "sample", sample, 1)
-    some = fitting.sample(values, rows, values.shape[1], fitting.seeded(checks.seed("build", seed))).to(device)
-    unit = metric == "cosine"
-    layer = RecurrentQuantizer(values.shape[1], _CODEWORDS, bits // 8).to(device)
-    layer.fit(directions(some) if unit else some, beam=beam, seed=seed)
-    return Codec(*layer.codec().tensors(), unit=unit)
+    generator = fitting.seeded(checks.seed("build", seed))
+    drawn = fitting.sample(values, max(rows, coarse.sample_size(count or 0)), values.shape[1], generator)
+    checks.finite("build", "x", drawn)
+    unit, some = metric == "cosine", drawn.to(device)
+    some = directions(some) if unit else some
+    layer = RecurrentQuantizer(values.shape[1], _CODEWORDS, bits // 8, offset=count is None).to(device)
+    if count is None:
+        layer.fit(some, beam=beam, seed=seed)
+        return Fitted(Codec(*layer.codec().tensors(), unit=unit), None)
+    mean = some.mean(dim=0)
+    some = some - mean
+    centroids = coarse.centroids_of(some, count, generator)
+    layer.fit(coarse.residuals(some[:: -(-len(some) // rows)], centroids), beam=beam, seed=seed)
+    return Fitted(Codec(layer.codebook, layer.scale, mean, unit=unit), centroids + mean)
+
+
+def _list_count(lists: int | str | None, N: int) -> int | None:
+    if isinstance(lists, str):
+        checks.choice("build", "lists", lists, ("auto",))
+        return coarse.default_lists(N)
+    return None if lists is None else checks.integer("build", "lists", lists, 1, N)

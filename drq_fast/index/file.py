@@ -12,10 +12,10 @@ from torch import Tensor
 
 from .. import checks, files
 from ..backends.torch import numbers
-from ..backends.types import Stored
 from ..codec import Codec, from_file
+from .coarse import list_dtype
 from .ids import MAX_ID
-from .rows import Rows, with_room
+from .rows import Content, Rows, no_rows, with_room
 from .vectors import DTYPES
 
 MAPPED = ("codes", "vectors", "steps")  # tensors that can stay on disk
@@ -26,6 +26,7 @@ class Contents(NamedTuple):
 
     codec: Codec
     metric: str
+    centroids: Tensor | None
     rows: Rows
     checksums: dict[str, str]
 
@@ -48,13 +49,10 @@ class Mapped(NamedTuple):
 
     def in_memory(self, op: str, rows: Rows, names: Collection[str], more: int) -> Rows:
         """The rows with verified copies of tensors that are mapped, with room for at least `more` rows."""
-        copies = {name: self._copied(op, rows, name, more) for name in self.tensors.keys() & names}
-        stored = rows.vectors
-        if stored is not None:
-            stored = Stored(copies.get("vectors", stored.values), copies.get("steps", stored.steps))
-        return rows._replace(codes=copies.get("codes", rows.codes), vectors=stored)
+        copies = {name: self._copied(op, name, more) for name in self.tensors.keys() & names}
+        return rows._replace(content=rows.content._replace(**copies))
 
-    def _copied(self, op: str, rows: Rows, name: str, more: int) -> Tensor:
+    def _copied(self, op: str, name: str, more: int) -> Tensor:
         mapped = self.tensors[name]
         copy = with_room(mapped, len(mapped), len(mapped) + more) if more else mapped.clone()
         self._verify(op, name, copy[: len(mapped)])
@@ -84,11 +82,12 @@ def storage(codewords: int) -> torch.dtype:
     return torch.uint8 if codewords <= 256 else torch.int16
 
 
-def write(path: str | os.PathLike[str], codec: Codec, metric: str, rows: Rows) -> None:
+def write(path: str | os.PathLike[str], codec: Codec, metric: str, centroids: Tensor | None, rows: Rows) -> None:
     """Writes one safetensors file, atomically."""
-    of_codec = {"codebook": codec.codebook, "scale": codec.scale, "offset": codec.offset}
-    tensors = {name: t for name, t in of_codec.items() if t is not None} | rows.living().tensors()
-    config = {"metric": metric, **codec.settings(), "next_id": rows.next_id}
+    parts = {"codebook": codec.codebook, "scale": codec.scale, "offset": codec.offset, "centroids": centroids}
+    rows = rows.living()
+    tensors = {name: t for name, t in parts.items() if t is not None} | rows.tensors()
+    config = {"metric": metric, **codec.settings(), "next_id": rows.next_id, "ordered": rows.ordered}
     files.write(path, "index", tensors, config)
 
 
@@ -96,8 +95,9 @@ def read(path: str | os.PathLike[str], mmap: bool, device: torch.device) -> Cont
     """The contents of a file; with `mmap` codes and vectors stay on disk, unverified."""
     tensors, config, checksums = files.read(path, "index", mapped=MAPPED if mmap else ())
     with files.describing(path, "an index"):
-        if tensors.keys() - {"offset", "ids", "vectors", "steps"} != {"codebook", "scale", "codes"}:
-            expected = "codebook, scale, codes and perhaps offset, ids, vectors and steps"
+        names = ("offset", "ids", "vectors", "steps", "centroids", "lists")
+        if tensors.keys() - set(names) != {"codebook", "scale", "codes"}:
+            expected = f"codebook, scale, codes and perhaps {', '.join(names[:-1])} and {names[-1]}"
             checks.fail("load", "tensors", expected, ", ".join(sorted(tensors)))
         codec, codes = from_file(tensors, config, device), tensors["codes"]
         wanted = storage(codec.codewords)
@@ -106,21 +106,46 @@ def read(path: str | os.PathLike[str], mmap: bool, device: torch.device) -> Cont
         if not mmap:
             checks.code_range("load", numbers(codes), codec.codewords)
         checks.choice("load", "metric", config["metric"], checks.METRICS)
-        vectors = _vectors(tensors, [len(codes), codec.dim], device)
-        for name in ("vectors", "steps") if vectors is not None and not mmap else ():
+        _check_vectors(tensors, [len(codes), codec.dim])
+        for name in ("vectors", "steps") if not mmap else ():
             if tensors.get(name) is not None:
                 checks.finite("load", name, tensors[name])
-        rows = _rows(codes.to(device), vectors, tensors.get("ids"), config)
-        return Contents(codec, config["metric"], rows, checksums)
+        ordered = _check_lists(tensors, config, codec.dim)
+        named = {name: tensors[name].to(device) for name in (*MAPPED, "lists") if name in tensors}
+        rows = _rows(Content(**named), ordered, tensors.get("ids"), config)
+        centroids = tensors.get("centroids")
+        return Contents(codec, config["metric"], None if centroids is None else centroids.to(device), rows, checksums)
 
 
-def _vectors(tensors: dict[str, Tensor], shape: list[int], device: torch.device) -> Stored | None:
-    """The vectors of a file whose codes are those of [N, D] vectors."""
+def _check_lists(tensors: dict[str, Tensor], config: dict[str, Any], dim: int) -> int:
+    """Checks centroids and the lists of rows; returns how many rows are in the order of their lists."""
+    centroids, lists, N = tensors.get("centroids"), tensors.get("lists"), len(tensors["codes"])
+    if centroids is None or lists is None:
+        if centroids is not lists:
+            checks.fail("load", "centroids", "there if and only if lists are", "one of them")
+        return 0
+    if centroids.dtype != torch.float32 or centroids.ndim != 2 or centroids.shape[1] != dim or len(centroids) == 0:
+        wanted = f"torch.float32 [L, {dim}]"
+        checks.fail("load", "centroids", wanted, f"{centroids.dtype} {checks.shape_of(centroids)}")
+    checks.finite("load", "centroids", centroids)
+    if lists.dtype != list_dtype(len(centroids)) or list(lists.shape) != [N]:
+        wanted = f"{list_dtype(len(centroids))} [{N}]"
+        checks.fail("load", "lists", wanted, f"{lists.dtype} {checks.shape_of(lists)}")
+    ordered = checks.integer("load", "ordered", config["ordered"], 0, N)
+    if N and not 0 <= int(lists.min()) <= int(lists.max()) < len(centroids):
+        checks.fail("load", "lists", f"in 0..{len(centroids) - 1}", "others")
+    if bool((lists[1:ordered] < lists[: max(0, ordered - 1)]).any()):
+        checks.fail("load", "lists", f"ascending in the first {ordered} rows", "others")
+    return ordered
+
+
+def _check_vectors(tensors: dict[str, Tensor], shape: list[int]) -> None:
+    """Checks the vectors of a file whose codes are those of [N, D] vectors."""
     values, steps = tensors.get("vectors"), tensors.get("steps")
     if values is None:
         if steps is not None:
             checks.fail("load", "steps", "absent, as there are no vectors", checks.shape_of(steps))
-        return None
+        return
     if values.dtype not in DTYPES.values() or list(values.shape) != shape:
         wanted = f"float32, float16 or int8 {shape}"
         checks.fail("load", "vectors", wanted, f"{values.dtype} {checks.shape_of(values)}")
@@ -128,10 +153,10 @@ def _vectors(tensors: dict[str, Tensor], shape: list[int], device: torch.device)
         checks.fail("load", "steps", "there if and only if vectors are int8", f"vectors of {values.dtype}")
     if steps is not None and (steps.dtype != torch.float32 or list(steps.shape) != shape[:1]):
         checks.fail("load", "steps", f"torch.float32 {shape[:1]}", f"{steps.dtype} {checks.shape_of(steps)}")
-    return Stored(values.to(device), None if steps is None else steps.to(device))
 
 
-def _rows(codes: Tensor, vectors: Stored | None, ids: Tensor | None, config: dict[str, Any]) -> Rows:
+def _rows(content: Content, ordered: int, ids: Tensor | None, config: dict[str, Any]) -> Rows:
+    codes = content.codes
     next_id = checks.integer("load", "next_id", config["next_id"], 0, MAX_ID + 1)
     if ids is None and next_id != len(codes):
         checks.fail("load", "next_id", f"{len(codes)}, as there are no ids", next_id)
@@ -142,4 +167,4 @@ def _rows(codes: Tensor, vectors: Stored | None, ids: Tensor | None, config: dic
         if len(distinct) != len(ids) or (len(ids) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < next_id):
             checks.fail("load", "ids", f"unique and in 0..{next_id - 1}", "others")
         ids = ids.to(codes.device)
-    return Rows(codes, vectors, ids, None, size=len(codes), removed=0, next_id=next_id, generation=0)
+    return no_rows(content)._replace(ids=ids, size=len(codes), ordered=ordered, next_id=next_id)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, modes
+from ..backends.types import Lists
 from ..codec import Codec
 from .rows import with_room
 
@@ -22,15 +23,19 @@ class Known(NamedTuple):
 Norms = dict[int, Known]  # by code length
 
 
-def extended_norms(known: Norms, codes: Tensor, codec: Codec, metric: str) -> Tensor:
-    """The norms of all rows, codes [size, length]; computed for the new ones and kept in `known`."""
+def extended_norms(known: Norms, codes: Tensor, codec: Codec, metric: str, lists: Lists | None) -> Tensor:
+    """The norms of all rows, codes [size, length]; computed for the new ones and kept in `known`.
+
+    With lists, which rows do not join one by one, they are computed for all or none.
+    """
     (size, length), device = codes.shape, codes.device
     values, done = known.get(length) or Known(torch.empty(0, dtype=torch.float32, device=device), 0)
     if done < size:
         with modes.plain(device):
             column = backends.choose_for_norms(device.type, codec)
+            done = done if lists is None else 0
             values = with_room(values, done, size)
-            values[done:size] = column.squared_norms(codes[done:], codec, metric)
+            values[done:size] = column.squared_norms(codes[done:], codec, metric, lists)
             known[length] = Known(values, size)
     return values[:size]
 

@@ -1,4 +1,4 @@
-"""The rows of an index: codes, ids and marks of removal, as snapshots that a search can read while others are made."""
+"""The rows of an index: what is stored for each vector, as snapshots that a search can read while others are made."""
 
 from __future__ import annotations
 
@@ -11,17 +11,48 @@ from torch import Tensor
 from ..backends.types import Stored
 
 
-class Rows(NamedTuple):
-    """A snapshot of the rows, oldest first. Tensors have room for more rows than are in use."""
+class Content(NamedTuple):
+    """What is stored for each of n rows, beside its id; None if it is not kept."""
 
-    codes: Tensor  # [>= size, levels] uint8, or two-byte codes bit for bit in int16
-    vectors: Stored | None  # [>= size, dim]; None if only codes are kept
+    codes: Tensor  # [n, levels] uint8, or two-byte codes bit for bit in int16
+    lists: Tensor | None = None  # [n] int16 or int32: the number of its inverted list
+    vectors: Tensor | None = None  # [n, dim], see Stored
+    steps: Tensor | None = None  # [n] float32
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Content:
+        """The same with changed tensors."""
+        return Content(*(None if tensor is None else change(tensor) for tensor in self))  # type: ignore[arg-type]
+
+    def extended(self, used: int, new: Content) -> Content:
+        """With new rows behind those in use."""
+        pairs = zip(self, new, strict=True)
+        return Content(*(None if a is None or b is None else _extended(a, used, b) for a, b in pairs))  # type: ignore[arg-type]
+
+    def stored(self) -> Stored | None:
+        """The vectors."""
+        return None if self.vectors is None else Stored(self.vectors, self.steps)
+
+
+class Rows(NamedTuple):
+    """A snapshot of the rows. Tensors have room for more rows than are in use.
+
+    The first `ordered` rows are in the order of their lists, then of age; all others in that of age. Without lists all
+    are in the order of age.
+    """
+
+    content: Content  # [>= size]
     ids: Tensor | None  # [>= size] int64; None while every id is the number of its row
     alive: Tensor | None  # [>= size] bool; None while nothing has been removed
     size: int  # rows in use, including the removed ones
-    removed: int | None  # how many of those are removed; None: to be counted
+    ordered: int
+    removed: int | None  # how many are removed; None: to be counted
     next_id: int
-    generation: int  # changes when rows are dropped, so that positions change
+    generation: int  # changes when positions do
+
+    @property
+    def codes(self) -> Tensor:
+        """[>= size, levels]."""
+        return self.content.codes
 
     def living_count(self) -> int:
         """The number of rows that have not been removed."""
@@ -31,9 +62,12 @@ class Rows(NamedTuple):
 
     def tensors(self) -> dict[str, Tensor]:
         """What a file holds of them, by name."""
-        values, steps = self.vectors or (None, None)
-        named = {"codes": self.codes, "ids": self.ids, "vectors": values, "steps": steps}
+        named = {**self.content._asdict(), "ids": self.ids}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def codes_alone(self) -> Rows:
+        """The same without all that may be large."""
+        return self._replace(content=Content(self.codes))
 
     def used(self) -> Rows:
         """The same without room for more."""
@@ -44,24 +78,33 @@ class Rows(NamedTuple):
         rows = self.used()
         if rows.alive is None:
             return rows
-        at = rows.alive.nonzero().squeeze(1)
-        living = rows._replace(alive=None)._map(lambda tensor: tensor[at])
-        return living._replace(ids=at if rows.ids is None else living.ids, size=len(at), removed=0)
+        return rows._at(rows.alive.nonzero().squeeze(1))._replace(
+            alive=None, ordered=int(rows.alive[: self.ordered].sum()), removed=0, generation=self.generation
+        )
 
     def compacted(self) -> Rows:
         """The same without the removed rows."""
         return self.living()._replace(generation=self.generation + 1)
+
+    def in_lists(self) -> Rows:
+        """The same, with all rows in the order of their lists."""
+        assert self.content.lists is not None
+        rows = self.used()
+        return rows._at(self.content.lists[: self.size].argsort(stable=True))._replace(ordered=self.size)
+
+    def _at(self, rows: Tensor) -> Rows:
+        """The rows at these positions [n]."""
+        some = self._map(lambda tensor: tensor[rows])
+        ids = rows if self.ids is None else some.ids
+        return some._replace(ids=ids, size=len(rows), generation=self.generation + 1)
 
     def copied(self) -> Rows:
         """The same in memory of its own, without room for more."""
         return self.used()._map(torch.Tensor.clone)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Rows:
-        vectors = self.vectors
-        if vectors is not None:
-            vectors = Stored(change(vectors.values), None if vectors.steps is None else change(vectors.steps))
         ids, alive = (None if part is None else change(part) for part in (self.ids, self.alive))
-        return self._replace(codes=change(self.codes), vectors=vectors, ids=ids, alive=alive)
+        return self._replace(content=self.content.map(change), ids=ids, alive=alive)
 
     def marks(self) -> Tensor:
         """`alive`, made where nothing has been removed yet."""
@@ -69,26 +112,17 @@ class Rows(NamedTuple):
             return self.alive
         return torch.ones(len(self.codes), dtype=torch.bool, device=self.codes.device)
 
-    def appended(self, codes: Tensor, vectors: Stored | None, ids: Tensor, replaced: Tensor) -> Rows:
+    def appended(self, new: Content, ids: Tensor, replaced: Tensor) -> Rows:
         """With new rows behind the others, and the rows at positions `replaced` removed.
 
         Tensors double when they are full, so that adding a row is O(1) on average. A search that reads this snapshot
         does not look beyond its size, so that new rows may be written there.
         """
-        size, end = self.size, self.size + len(codes)
+        size, end = self.size, self.size + len(new.codes)
         numbered = self.ids is None and (
             len(ids) == 0 or bool((ids == torch.arange(size, end, device=ids.device)).all())
         )
         stored_ids = None if numbered else torch.arange(size, device=ids.device) if self.ids is None else self.ids
-        stored_codes = _extended(self.codes, size, codes.to(self.codes.dtype))
-        stored_vectors = self.vectors
-        if stored_vectors is not None and vectors is not None:
-            values, steps = (
-                None if old is None or new is None else _extended(old, size, new)
-                for old, new in zip(stored_vectors, vectors, strict=True)
-            )
-            assert values is not None
-            stored_vectors = Stored(values, steps)
         if stored_ids is not None:
             stored_ids = _extended(stored_ids, size, ids)
         alive = self.alive
@@ -97,15 +131,25 @@ class Rows(NamedTuple):
         if alive is not None:
             alive = with_room(alive, size, end)
             alive[size:end] = True
-        next_id = max(self.next_id, int(ids.max()) + 1) if len(ids) else self.next_id
-        removed = self.size - self.living_count() + len(replaced)
-        return Rows(stored_codes, stored_vectors, stored_ids, alive, end, removed, next_id, self.generation)
+        return self._replace(
+            content=self.content.extended(size, new),
+            ids=stored_ids,
+            alive=alive,
+            size=end,
+            removed=self.size - self.living_count() + len(replaced),
+            next_id=max(self.next_id, int(ids.max()) + 1) if len(ids) else self.next_id,
+        )
+
+
+def no_rows(content: Content) -> Rows:
+    """The rows of a new index."""
+    return Rows(content, None, None, size=0, ordered=0, removed=0, next_id=0, generation=0)
 
 
 def _extended(tensor: Tensor, used: int, new: Tensor) -> Tensor:
     """The tensor with new rows behind those in use."""
     tensor = with_room(tensor, used, used + len(new))
-    tensor[used : used + len(new)] = new
+    tensor[used : used + len(new)] = new.to(tensor.dtype)
     return tensor
 
 
