@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     image_shapes: tuple[tuple[int, int, int, int], ...] = (
         (64, 512, 4, 1000),
         (8, 1024, 4, 1000),
-        (256, 2048, 4, 300),  # of peers that take a second for a step
+        (256, 2048, 4, 100),  # few steps, because peers take a second for each
     )
     image_rates: tuple[float, ...] = (1e-3, 3e-4)
     id_shape: tuple[int, int, int] = (32, 256, 3)

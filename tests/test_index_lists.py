@@ -42,6 +42,7 @@ def decoded(index: Index) -> torch.Tensor:
 
 def test_with_all_lists_the_search_is_that_of_what_the_codes_stand_for(index, x):
     assert (index.lists, len(index)) == (L, 3000)
+    assert "12 lists, vectors='float32'" in repr(index)
     query = x[3000:3100]
     found = index.search(query, k=10, probes=L)
     stands_for = decoded(index)

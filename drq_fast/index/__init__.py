@@ -20,13 +20,14 @@ from ..backends.torch import best_of, numbers, pad_result
 from ..backends.types import Database, SearchResult
 from ..codec import Array, Codec
 from ..quantizer import RecurrentQuantizer
-from . import file
+from . import file, tuning
 from . import vectors as stored_vectors
 from .build import fitted
 from .coarse import Coarse, default_probes, is_late, tail_of
 from .ids import MAX_ID, Places, checked_ids
 from .norms import Norms, copied_norms, extended_norms
 from .rows import Content, Rows, no_rows
+from .tuning import Tuning
 
 _QUERIES = 1 << 10  # queries between two updates of the progress bar, at least
 _WORK = 1 << 34  # scores between two updates
@@ -77,6 +78,8 @@ class Index:
     >>> scores, ids = index.search(query, k=10, levels=2)
     """
 
+    _tuning: Tuning | None
+
     def __init__(
         self,
         codec: Codec | RecurrentQuantizer,
@@ -116,15 +119,17 @@ class Index:
         sample: int | None = None,
         seed: int | None = None,
         device: torch.device | str | None = None,
+        tune: bool = True,
     ) -> Index:
         """Fits a codec of `bits` per vector to x [N, dim], which may be a memory map, and adds x to a new index.
 
         bits: a multiple of 8. metric: for "cosine" the codec encodes directions. lists: how many inverted lists; by
         default about 2 sqrt(N), and none for fewer than 50,000 vectors. vectors and ids: as in the constructor and in
-        `add`. beam: the width of the encoder's. sample and seed: see `RecurrentQuantizer.fit`.
+        `add`. beam: the width of the encoder's. sample and seed: see `RecurrentQuantizer.fit`. tune: measure what
+        `search(recall=)` needs, with vectors of x as queries; `index.tune` does the same with queries of your own.
 
         >>> index = Index.build(x, bits=64, metric="cosine", vectors="float16")
-        >>> scores, ids = index.search(query, k=10, refine=100)
+        >>> scores, ids = index.search(query, k=10, recall=0.95)
         """
         place = checks.device("build", device, torch.device("cpu"))
         codec, centroids = fitted(x, bits, metric, lists, beam, sample, seed, place)
@@ -140,10 +145,32 @@ class Index:
                 bar.update(len(rows[part]))
         if index._coarse is not None:
             index._put_in_order()
+        if checks.boolean("build", "tune", tune) and len(rows) > 1:
+            index._tuning = tuning.by_own_vectors(index, rows, given, seed)
         return index
+
+    def tune(self, query: Array, k: int = 10) -> None:
+        """Measures what `search(recall=)` needs with queries [Q, dim] like those to come; the index must keep vectors.
+
+        The true neighbours are found by comparing the queries with all vectors.
+        """
+        values = self._vectors("tune", "query", query).to(self.device, torch.float32)
+        if len(values) == 0 or len(self) == 0:
+            checks.fail("tune", "query", "at least one, for an index that is not empty", len(values))
+        k = checks.integer("tune", "k", k, 1, len(self))
+        if self.vectors is None:
+            raise RuntimeError('tune: the index has codes only; make it with vectors="float16".')
+        checks.finite("tune", "query", values)
+        self._tuning = tuning.by_queries(self, values, self._readable().living(), k)
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """The settings of `search` that paid, with the recall that was measured; None before `tune`."""
+        return self._tuning
 
     def _take(self, codec: Codec, metric: str, coarse: Coarse | None, rows: Rows, mapped: file.Mapped | None) -> None:
         self._codec, self._metric, self._coarse = codec, metric, coarse
+        self._tuning = None
         self._make_lock()
         self._mapped = mapped
         self._places = Places()
@@ -192,10 +219,10 @@ class Index:
         return self._rows.living_count()
 
     def __repr__(self) -> str:
-        beside = "" if self.vectors is None else f", vectors={self.vectors!r}"
-        return (
-            f"Index({len(self)} vectors of {self.dim} dimensions in {self.bits} bits, metric={self.metric!r}{beside})"
-        )
+        settings = [f"metric={self.metric!r}"]
+        settings += [] if self.lists is None else [f"{self.lists} lists"]
+        settings += [] if self.vectors is None else [f"vectors={self.vectors!r}"]
+        return f"Index({len(self)} vectors of {self.dim} dimensions in {self.bits} bits, {', '.join(settings)})"
 
     @property
     def codec(self) -> Codec:
@@ -293,6 +320,7 @@ class Index:
         levels: int | None = None,
         keep: Array | Iterable[int] | None = None,
         *,
+        recall: float | None = None,
         probes: int | None = None,
         refine: int | None = None,
         vectors: Any = None,
@@ -300,15 +328,19 @@ class Index:
         """The k best for each query [Q, dim] (or [dim]): IndexResult(scores [Q, k], ids [Q, k]).
 
         levels: use only the first so many levels of every code. keep: only these ids, or a bool array indexed by id;
-        ids that are not in the index are passed over. probes: how many lists each query looks at, the nearest ones; by
-        default one of 16, and at least 16. refine: the so many best by codes are scored again by the vectors
-        themselves, those of the index or the rows of `vectors` [n, dim], by id, which may be a memory map. Equal scores
-        come oldest first, with lists in the order of the lists. Where fewer than k vectors remain: id -1 and score +inf
-        (l2) or -inf. k: at most 1,048,576, or the number of vectors if that is more.
+        ids that are not in the index are passed over. recall: the share of the true k nearest to be found, above 0 and
+        up to 1; takes the cheapest probes and refine that reached it on sample queries (see `tuning`). probes: how many
+        lists each query looks at, the nearest ones; by default one of 16, and at least 16. refine: the so many best by
+        codes are scored again by the vectors themselves, those of the index or the rows of `vectors` [n, dim], by id,
+        which may be a memory map. Equal scores come oldest first, with lists in the order of the lists. Where fewer
+        than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that
+        is more.
         """
         single = getattr(query, "ndim", 2) == 1
         values = self._vectors("search", "query", query[None] if single else query)
         k = checks.integer("search", "k", k, 1, min(max(self._rows.size, _PADDED), checks.MAX_RESULTS))
+        if recall is not None:
+            probes, refine = self._setting(recall, k, levels, probes, refine)
         given = None if vectors is None else stored_vectors.Given(vectors, self.dim)
         candidates = k if refine is None and given is None else self._candidates(refine, k, given)
         probes = self._probes(probes)
@@ -360,7 +392,8 @@ class Index:
             mapped, rows = self._mapped, self._readable()
         if mapped is not None:
             mapped.verify("save", self.codewords)
-        file.write(path, self.codec, self.metric, None if self._coarse is None else self._coarse.centroids, rows)
+        centroids = None if self._coarse is None else self._coarse.centroids
+        file.write(path, self.codec, self.metric, centroids, self._tuning, rows)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], mmap: bool = False, device: torch.device | str | None = None) -> Index:
@@ -375,10 +408,11 @@ class Index:
         place = checks.device("load", device, torch.device("cpu"))
         index = cls.__new__(cls)
         with modes.plain(place):
-            codec, metric, centroids, rows, checksums = file.read(path, mmap, place)
+            codec, metric, centroids, known, rows, checksums = file.read(path, mmap, place)
             coarse = None if centroids is None else Coarse(centroids, codec)
             mapped = {name: tensor for name, tensor in rows.tensors().items() if name in file.MAPPED}
         index._take(codec, metric, coarse, rows, file.Mapped(mapped, Path(path), checksums) if mmap else None)
+        index._tuning = known
         return index
 
     def verify(self) -> None:
@@ -536,6 +570,18 @@ class Index:
                 mask = torch.zeros(rows.size, dtype=torch.bool, device=self.device)
                 mask.index_fill_(0, positions[positions >= 0], True)
             return mask if alive is None else mask & alive
+
+    def _setting(self, recall: float, k: int, *others: int | None) -> tuple[int | None, int | None]:
+        """(probes, refine) for a recall."""
+        if not isinstance(recall, (int, float)) or isinstance(recall, bool) or not 0 < recall <= 1:
+            checks.fail("search", "recall", "above 0 and at most 1", repr(recall))
+        if any(other is not None for other in others):
+            checks.fail("search", "recall", "given without levels, probes and refine", "one of them too")
+        if self._tuning is None:
+            raise RuntimeError("search: recall needs an index that was tuned; call index.tune(query).")
+        setting = self._tuning.cheapest(recall, k)
+        refine = setting.refine
+        return setting.probes, refine if refine is None else min(refine, max(k, self._rows.size))
 
     def _candidates(self, refine: int | None, k: int, given: stored_vectors.Given | None) -> int:
         """The checked number of candidates to score again."""

@@ -16,6 +16,7 @@ from ..codec import Codec, from_file
 from .coarse import list_dtype
 from .ids import MAX_ID
 from .rows import Content, Rows, no_rows, with_room
+from .tuning import Tuning, from_json
 from .vectors import DTYPES
 
 MAPPED = ("codes", "vectors", "steps")  # tensors that can stay on disk
@@ -27,6 +28,7 @@ class Contents(NamedTuple):
     codec: Codec
     metric: str
     centroids: Tensor | None
+    tuning: Tuning | None
     rows: Rows
     checksums: dict[str, str]
 
@@ -82,12 +84,20 @@ def storage(codewords: int) -> torch.dtype:
     return torch.uint8 if codewords <= 256 else torch.int16
 
 
-def write(path: str | os.PathLike[str], codec: Codec, metric: str, centroids: Tensor | None, rows: Rows) -> None:
+def write(
+    path: str | os.PathLike[str],
+    codec: Codec,
+    metric: str,
+    centroids: Tensor | None,
+    tuning: Tuning | None,
+    rows: Rows,
+) -> None:
     """Writes one safetensors file, atomically."""
     parts = {"codebook": codec.codebook, "scale": codec.scale, "offset": codec.offset, "centroids": centroids}
     rows = rows.living()
     tensors = {name: t for name, t in parts.items() if t is not None} | rows.tensors()
     config = {"metric": metric, **codec.settings(), "next_id": rows.next_id, "ordered": rows.ordered}
+    config |= {} if tuning is None else {"tuning": tuning.as_json()}
     files.write(path, "index", tensors, config)
 
 
@@ -114,7 +124,11 @@ def read(path: str | os.PathLike[str], mmap: bool, device: torch.device) -> Cont
         named = {name: tensors[name].to(device) for name in (*MAPPED, "lists") if name in tensors}
         rows = _rows(Content(**named), ordered, tensors.get("ids"), config)
         centroids = tensors.get("centroids")
-        return Contents(codec, config["metric"], None if centroids is None else centroids.to(device), rows, checksums)
+        centroids = None if centroids is None else centroids.to(device)
+        tuning = (
+            from_json(config["tuning"], None if centroids is None else len(centroids)) if "tuning" in config else None
+        )
+        return Contents(codec, config["metric"], centroids, tuning, rows, checksums)
 
 
 def _check_lists(tensors: dict[str, Tensor], config: dict[str, Any], dim: int) -> int:

@@ -1,0 +1,150 @@
+"""How many lists to probe and candidates to refine for a recall that is asked for: measured on sample queries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .. import checks
+from .. import fit as fitting
+from ..backends.torch import best_of, rank
+from ..codec import directions
+from .rows import Rows
+
+if TYPE_CHECKING:
+    from . import Index
+
+_QUERIES = 1000  # drawn where none are given
+_NEIGHBOURS = 10  # that are looked for then
+_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # times k
+_REFINED = 32.0  # codes that are scanned in the time that takes one candidate to be scored again, about
+_ROWS = 1 << 16  # vectors that are compared with all queries at a time
+
+
+class Setting(NamedTuple):
+    """What `search` is given, the share of the true neighbours that it found, and its cost in codes scanned."""
+
+    probes: int | None
+    refine: int | None
+    recall: float
+    cost: float
+
+
+class Tuning(NamedTuple):
+    """The settings that found more than all cheaper ones, cheapest first, measured with `queries` queries for k."""
+
+    k: int
+    queries: int
+    settings: tuple[Setting, ...]
+
+    def cheapest(self, recall: float, k: int) -> Setting:
+        """The cheapest setting that reached a recall; its candidates are for k results."""
+        for setting in self.settings:
+            if setting.recall >= recall:
+                refine = setting.refine
+                return setting._replace(refine=None if refine is None else max(k, math.ceil(refine * k / self.k)))
+        most = self.settings[-1].recall if self.settings else 0.0
+        checks.fail("search", "recall", f"at most {most:.4f}, the highest that was measured", recall)
+
+    def as_json(self) -> dict[str, Any]:
+        """What a file holds."""
+        return {"k": self.k, "queries": self.queries, "settings": [list(setting) for setting in self.settings]}
+
+
+def from_json(value: Any, lists: int | None) -> Tuning:
+    """What `as_json` gave; ValueError, TypeError or KeyError if it is something else."""
+    settings = []
+    for probes, refine, recall, cost in value["settings"]:
+        if (probes is None) != (lists is None):
+            checks.fail("load", "probes", "there if and only if there are lists", probes)
+        if probes is not None:
+            checks.integer("load", "probes", probes, 1, lists)
+        if refine is not None:
+            checks.integer("load", "refine", refine, 1)
+        if not (isinstance(recall, float) and 0 <= recall <= 1 and isinstance(cost, float) and cost >= 0):
+            checks.fail("load", "tuning", "recall from 0 to 1 and cost >= 0", (recall, cost))
+        settings.append(Setting(probes, refine, recall, cost))
+    k, queries = (checks.integer("load", name, value[name], 1) for name in ("k", "queries"))
+    return Tuning(k, queries, tuple(settings))
+
+
+def by_own_vectors(index: Index, x: Tensor, ids: Tensor | None, seed: int | None) -> Tuning:
+    """Of the index of vectors x [N, D] with these ids, by some of x as queries, which are not their own neighbours."""
+    rows = torch.randperm(len(x), generator=fitting.seeded(seed), device="cpu")[:_QUERIES].to(x.device)
+    query, k = x[rows].to(index.device, torch.float32), min(_NEIGHBOURS, len(x) - 1)
+    rows = rows.to(index.device)
+    truth = _without(true_neighbours(query, x, index.metric, k + 1), rows, k)
+    own = rows if ids is None else ids[rows]
+
+    def found(probes: int | None, refine: int | None) -> Tensor:
+        refine = None if refine is None else refine + 1
+        return _without(index.search(query, k + 1, probes=probes, refine=refine).ids, own, k)
+
+    return _tuned(index, found, truth if ids is None else ids[truth])
+
+
+def by_queries(index: Index, query: Tensor, rows: Rows, k: int) -> Tuning:
+    """By queries [Q, D] and the vectors of the living rows of the index."""
+    stored = rows.content.stored()
+    assert stored is not None
+    x = stored.values if stored.steps is None else stored.floats(torch.arange(rows.size, device=index.device))
+    truth = true_neighbours(query, x, index.metric, k)
+
+    def found(probes: int | None, refine: int | None) -> Tensor:
+        return index.search(query, k, probes=probes, refine=refine).ids
+
+    return _tuned(index, found, truth if rows.ids is None else rows.ids[truth])
+
+
+def _tuned(index: Index, search: Callable[[int | None, int | None], Tensor], truth: Tensor) -> Tuning:
+    """Tries settings: search(probes, refine) -> ids [Q, k], compared with the true neighbours [Q, k]."""
+    queries, k = truth.shape
+    choices = list(_choices(index.lists, len(index), k, index.vectors is not None))
+    tried = []
+    for probes, refine, cost in tqdm(choices, desc="tune", unit="settings", delay=2, disable=None, leave=False):
+        recall = (truth[:, :, None] == search(probes, refine)[:, None]).any(dim=2).double().mean()
+        tried.append(Setting(probes, refine, float(recall), cost))
+    best, front = -1.0, []
+    for setting in sorted(tried, key=lambda each: (each.cost, -each.recall)):
+        if setting.recall > best:
+            best = setting.recall
+            front.append(setting)
+    return Tuning(k, queries, tuple(front))
+
+
+def _choices(lists: int | None, size: int, k: int, refines: bool) -> Iterator[tuple[int | None, int | None, float]]:
+    """(probes, refine, cost) of the settings to try, by ascending probes."""
+    several: list[int | None] = [None]
+    if lists is not None:
+        several = [*(1 << i for i in range(lists.bit_length()) if 1 << i < lists), lists]
+    for probes in several:
+        scanned = size if probes is None or lists is None else lists + size * probes / lists
+        yield probes, None, float(scanned)
+        for factor in _CANDIDATES if refines else ():
+            yield probes, factor * k, scanned + _REFINED * factor * k
+
+
+def _without(found: Tensor, own: Tensor, k: int) -> Tensor:
+    """The first k of found [Q, k + 1] that are not own [Q]."""
+    order = (found == own[:, None]).to(torch.int8).argsort(dim=1, stable=True)
+    return found.gather(1, order)[:, :k]
+
+
+def true_neighbours(query: Tensor, x: Tensor, metric: str, k: int) -> Tensor:
+    """The k nearest rows [Q, k] of x [N, D], which may be mapped, by the vectors themselves."""
+    query = directions(query) if metric == "cosine" else query
+    scores, found = query.new_empty(len(query), 0), torch.empty(len(query), 0, dtype=torch.int64, device=query.device)
+    for first in range(0, len(x), _ROWS):
+        rows = x[first : first + _ROWS].to(query.device, torch.float32)
+        rows = directions(rows) if metric == "cosine" else rows
+        some = query @ rows.T
+        if metric == "l2":
+            some = rows.square().sum(dim=1) - 2 * some  # less ||q||^2, which is the same for all
+        order = rank(some, k, metric)
+        scores, found = best_of((scores, some.gather(1, order)), (found, order + first), k, metric)
+    return found

@@ -1,0 +1,113 @@
+"""search(recall=): the settings that were measured, which one is taken, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+
+from drq_fast import Index, files
+from drq_fast.files import FileError
+from drq_fast.index.tuning import true_neighbours
+from tests.test_build import nearest, recall
+
+N, D = 6000, 24
+
+
+@pytest.fixture(scope="module")
+def x() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(D, D, generator=generator) / torch.arange(1, D + 1).sqrt()
+    return torch.randn(N, D, generator=generator) @ mix
+
+
+@pytest.fixture(scope="module", params=["l2", "cosine"])
+def index(request, x) -> Index:
+    ids = torch.arange(N - 1000) * 2 + 1
+    options = {"metric": request.param, "lists": 30, "vectors": "float16", "ids": ids}
+    return Index.build(x[1000:], bits=32, sample=3000, beam=2, seed=0, **options)
+
+
+@pytest.mark.parametrize("wanted", [0.5, 0.9, 0.95, 0.99])
+def test_fresh_queries_find_what_was_asked_for(index, x, wanted):
+    truth = 2 * nearest(x[:1000], x[1000:], index.metric) + 1
+    assert recall(index.search(x[:1000], k=10, recall=wanted).ids, truth) > wanted - 0.01
+
+
+def test_settings_cost_more_and_find_more(index, x):
+    settings = index.tuning.settings
+    assert (index.tuning.k, index.tuning.queries) == (10, 1000)
+    assert len(settings) > 5
+    for cheap, dear in itertools.pairwise(settings):
+        assert cheap.cost < dear.cost
+        assert cheap.recall < dear.recall
+    for wanted in (0.6, 0.97):
+        chosen = index.tuning.cheapest(wanted, 10)
+        assert chosen.recall >= wanted
+        assert all(each.recall < wanted for each in settings if each.cost < chosen.cost)
+        again = index.search(x[:5], k=10, probes=chosen.probes, refine=chosen.refine)
+        assert torch.equal(index.search(x[:5], k=10, recall=wanted).ids, again.ids)
+    assert index.tuning.cheapest(0.97, 20).refine == 2 * index.tuning.cheapest(0.97, 10).refine
+
+
+@pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
+def test_true_neighbours(x, metric, monkeypatch):
+    monkeypatch.setattr("drq_fast.index.tuning._ROWS", 700)
+    found = true_neighbours(x[:50], x[1000:], metric, 10)
+    assert recall(found, nearest(x[:50], x[1000:], metric)) > 0.999
+
+
+def test_queries_of_the_user_and_indexes_without_lists(x):
+    index = Index.build(x[1000:], bits=16, vectors="int8", sample=2000, beam=2, seed=0, tune=False)
+    assert index.tuning is None
+    with pytest.raises(RuntimeError, match="recall needs an index that was tuned"):
+        index.search(x[:1], recall=0.9)
+    index.tune(x[:500], k=5)
+    assert (index.tuning.k, index.tuning.queries) == (5, 500)
+    assert {each.probes for each in index.tuning.settings} == {None}
+    truth = nearest(x[500:1000], x[1000:], "l2")[:, :5]
+    assert recall(index.search(x[500:1000], k=5, recall=0.8).ids, truth) > 0.77
+
+
+def test_files_and_copies_keep_it(index, x, tmp_path):
+    index.save(tmp_path / "a.drq")
+    for other in (Index.load(tmp_path / "a.drq"), Index.load(tmp_path / "a.drq", mmap=True), copy.deepcopy(index)):
+        assert other.tuning == index.tuning
+        assert torch.equal(other.search(x[:9], recall=0.9).ids, index.search(x[:9], recall=0.9).ids)
+    tensors, config, _ = files.read(tmp_path / "a.drq", "index")
+    for value in (
+        {},
+        {"k": 0, "queries": 5, "settings": []},
+        [],
+        {"k": 1, "queries": 1, "settings": [[99, 5, 0.5, 1.0]]},
+    ):
+        files.write(tmp_path / "b.drq", "index", tensors, config | {"tuning": value})
+        with pytest.raises(FileError, match="does not describe an index"):
+            Index.load(tmp_path / "b.drq")
+
+
+def test_what_is_wrong_is_said_in_one_sentence(index, x):
+    bare = Index(index.codec, index.metric)
+    cases = [
+        (lambda: index.search(x[:1], recall=0), ValueError, "recall must be above 0 and at most 1, got 0"),
+        (lambda: index.search(x[:1], recall=1.5), ValueError, "recall must be above 0 and at most 1, got 1.5"),
+        (lambda: index.search(x[:1], recall="high"), ValueError, "recall must be above 0"),
+        (
+            lambda: index.search(x[:1], recall=1),
+            ValueError,
+            "recall must be at most 0.9.*, the highest that was measured",
+        ),
+        (lambda: index.search(x[:1], recall=0.9, probes=3), ValueError, "given without levels, probes and refine"),
+        (lambda: bare.tune(x[:5]), ValueError, "query must be at least one, for an index that is not empty"),
+        (lambda: index.tune(x[:0]), ValueError, "query must be at least one"),
+        (lambda: index.tune(x[:5] * torch.nan), ValueError, "query must be finite"),
+    ]
+    for use, kind, words in cases:
+        with pytest.raises(kind, match=words) as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    bare.add(x[:10])
+    with pytest.raises(RuntimeError, match="tune: the index has codes only"):
+        bare.tune(x[:5])
