@@ -15,22 +15,21 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .. import backends, checks, modes
-from ..backends.torch import best_of, numbers, pad_result
-from ..backends.types import Database, SearchResult
+from .. import checks, modes
+from ..backends.torch import numbers, pad_result
+from ..backends.types import SearchResult
 from ..codec import Array, Codec
 from ..quantizer import RecurrentQuantizer
 from . import file, tuning
 from . import vectors as stored_vectors
 from .build import fitted
-from .coarse import Coarse, default_probes, is_late, tail_of
+from .coarse import Coarse, default_probes, is_late
 from .ids import MAX_ID, Places, checked_ids
-from .norms import Norms, copied_norms, extended_norms
+from .norms import Norms, copied_norms
 from .rows import Content, Rows, no_rows
+from .searched import Searched, searched_rows
 from .tuning import Tuning
 
-_QUERIES = 1 << 10  # queries between two updates of the progress bar, at least
-_WORK = 1 << 34  # scores between two updates
 _ADDED = 1 << 16  # vectors that `build` adds at a time
 _PADDED = 1 << 20  # results per query that may be requested from an index of fewer vectors
 
@@ -52,15 +51,6 @@ class IndexResult(NamedTuple):
 
     scores: Any
     ids: Any
-
-
-class Searched(NamedTuple):
-    """What a search reads: the rows, those that are scanned in their order, and copies of others in that of lists."""
-
-    rows: Rows
-    database: Database
-    tail: Database | None = None
-    tail_rows: Tensor | None = None  # [n]: where the rows of the tail are
 
 
 class Index:
@@ -345,13 +335,8 @@ class Index:
         candidates = k if refine is None and given is None else self._candidates(refine, k, given)
         probes = self._probes(probes)
         searched = self._snapshot(checks.levels("search", levels, self._codec.levels), keep)
-        rows, most = searched.rows, min(candidates, max(searched.rows.size, 1))
-        scores, found = self._scan(values, most, searched.database, probes)
-        if searched.tail is not None:
-            assert searched.tail_rows is not None
-            others, places = self._scan(values, most, searched.tail, probes)
-            places = searched.tail_rows[places.clamp_min(0)].where(places >= 0, -1)
-            scores, found = best_of((scores, others), (found, places), most, self._metric)
+        rows = searched.rows
+        scores, found = searched.scan(values, min(candidates, max(rows.size, 1)), probes)
         if refine is not None and rows.size:
             scores, found = self._refined(values, found, rows, min(k, found.shape[1]), given)
         if found.shape[1] < k:
@@ -503,51 +488,21 @@ class Index:
                 self._set_rows(self._in_memory("search", names=("codes",)), self._norms)
             if self._coarse is not None and is_late(self._rows):
                 self._put_in_order()
-            searched = self._searched.get(length) or self._all_rows(self._readable(), length)
+            searched = self._searched.get(length)
+            if searched is None:
+                with modes.plain(self.device):
+                    rows = self._readable()
+                    searched = searched_rows(rows, length, self.codec, self.metric, self._coarse, self._norms)
+                self._searched[length] = searched
             if keep is None:
                 return searched
             flags, positions = self._wanted(searched.rows, keep)
-        mask = self._mask(searched.rows, flags, positions)
-        return self._filtered(searched, mask)
+        return searched.filtered(self._mask(searched.rows, flags, positions))
 
     def _put_in_order(self) -> None:
         """Puts all rows in the order of their lists."""
         with self._lock, modes.plain(self.device):
             self._set_rows(self._in_memory("search").in_lists())
-
-    def _all_rows(self, rows: Rows, length: int) -> Searched:
-        """The rows that were not removed; kept for the next search."""
-        used, codec, metric, coarse = rows.used(), self.codec, self.metric, self._coarse
-        with modes.plain(self.device):
-            if coarse is None:
-                codes, lists = used.codes[:, :length], None
-            else:
-                assert used.content.lists is not None
-                codes, lists = used.codes[: rows.ordered, :length], coarse.lists_of(used.content.lists[: rows.ordered])
-            norms = None if metric == "ip" else extended_norms(self._norms, codes, codec, metric, lists)
-            searched = Searched(rows, Database(codes, codec, metric, norms, lists=lists))
-            tail = None if coarse is None else tail_of(used)
-            if coarse is not None and tail is not None:
-                assert tail.content.lists is not None
-                of_tail = coarse.lists_of(tail.content.lists)
-                database = Database(tail.content.codes[:, :length], codec, metric, lists=of_tail)
-                searched = searched._replace(tail=database, tail_rows=tail.rows)
-            if used.alive is not None:
-                searched = self._filtered(searched, used.alive)
-        self._searched[length] = searched
-        return searched
-
-    def _filtered(self, searched: Searched, mask: Tensor) -> Searched:
-        """The rows that mask [size] marks."""
-        first = searched.database
-        database = Database(first.codes, self.codec, self.metric, first.norms, mask[: len(first.codes)], first.lists)
-        if searched.tail is None:
-            return searched._replace(database=database)
-        tail, rows = searched.tail, searched.tail_rows
-        assert rows is not None
-        return searched._replace(
-            database=database, tail=Database(tail.codes, self.codec, self.metric, tail.norms, mask[rows], tail.lists)
-        )
 
     def _wanted(self, rows: Rows, keep: Any) -> tuple[Tensor, Tensor | None]:
         """The user's filter as a tensor, and the rows of its ids, -1 where there is none, unless it is a bool array."""
@@ -613,26 +568,6 @@ class Index:
             return None
         lists = len(self._coarse)
         return default_probes(lists) if probes is None else checks.integer("search", "probes", probes, 1, lists)
-
-    def _scan(self, query: Tensor, k: int, database: Database, probes: int | None) -> SearchResult:
-        """Scores [Q, k] and rows [Q, k]; in blocks of queries with a progress bar where it takes long."""
-        codes, device = database.codes, database.device
-        if query.dtype is torch.float64:
-            checks.finite("search", "query", query, torch.float32)
-        if query.dtype is not torch.float32 or query.device != device:
-            query = query.to(device, torch.float32)
-        unsupported = backends.cannot_search(query, codes, database.codec, database.norms, database.lists)
-        column = backends.choose("search", device.type, None, unsupported)
-        step = max(_QUERIES, _WORK // max(1, codes.shape[0]))
-        if query.shape[0] <= step:
-            return column.search(query, database, k, finite=True, probes=probes)
-        parts = []
-        checks.finite("search", "query", query, torch.float32)
-        with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=None, leave=False) as bar:
-            for part in query.split(step):
-                parts.append(column.search(part, database, k, finite=True, probes=probes))
-                bar.update(len(part))
-        return SearchResult(torch.cat([part.scores for part in parts]), torch.cat([part.positions for part in parts]))
 
 
 def _centroids(value: Tensor | np.ndarray, codec: Codec) -> Tensor:
