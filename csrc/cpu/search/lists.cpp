@@ -12,11 +12,12 @@ namespace DRQ_ISA {
 namespace {
 
 // How a query drops codes in one list after the other: start() for a query, then run() for each list, when the job has
-// the constant of the query in it. run() scans as many of begin..end as it can and returns where it stopped.
+// the constant of the query in it. run() scans as many of begin..end as it can and returns where it stopped; the codes
+// from `next` on will be needed soon.
 struct NoBound {
   explicit NoBound(const Search&) {}
   void start(int64_t, Reservoir&) {}
-  int64_t run(int64_t begin, int64_t) { return begin; }
+  int64_t run(int64_t begin, int64_t, int64_t) { return begin; }
 };
 
 #if defined(DRQ_AVX512)
@@ -26,11 +27,11 @@ struct OneInLists {
   explicit OneInLists(const Search& job) : one(job), readable(readable_rows(job)) {}
   void start(int64_t q, Reservoir& reservoir) { usable = one.start(q, reservoir); }
 
-  int64_t run(int64_t begin, int64_t end) {
+  int64_t run(int64_t begin, int64_t end, int64_t next) {
     if (!usable || !one.aim()) return begin;
     DRQ_COUNT(one, end - begin);
     const int64_t whole = begin + (std::min(end, readable) - begin) / 64 * 64;
-    one.run(begin, whole);
+    one.run(begin, whole, next - begin);
     // The last 64 codes that hold the rest may begin before the list or go beyond it.
     const int64_t first = std::min(whole, readable - 64), count = std::min(end, readable) - whole;
     if (count == 0 || first < 0) return whole;
@@ -51,10 +52,21 @@ void with_bound(const Search& job, const Use& use) {
 
 #else
 
+#if defined(DRQ_AVX2)
+
+struct BitsInLists {
+  explicit BitsInLists(const Search& job) : bits(job) {}
+  void start(int64_t q, Reservoir& reservoir) { bits.start(q, reservoir); }
+  int64_t run(int64_t begin, int64_t end, int64_t) { return bits.run(begin, end); }
+  Bits bits;
+};
+
+#endif
+
 template <class Code, class Use>
 void with_bound(const Search& job, const Use& use) {
 #if defined(DRQ_AVX2)
-  if (Bits::takes(job)) return use(Type<Bits>{});
+  if (Bits::takes(job)) return use(Type<BitsInLists>{});
 #endif
   static_cast<void>(job);
   use(Type<NoBound>{});
@@ -65,7 +77,7 @@ void with_bound(const Search& job, const Use& use) {
 // The nearest lists of one query at a time.
 struct Nearest {
   explicit Nearest(const Lists& lists)
-      : lists(lists), padded((lists.L + kWidth - 1) / kWidth * kWidth), costs(padded), keys(lists.L) {}
+      : lists(lists), padded((lists.L + kWidth - 1) / kWidth * kWidth), costs(padded), keys(new Key[lists.L]) {}
 
   // The `probes` nearest lists as keys of (distance, list), nearest first.
   const Key* choose(int metric, const float* products, float constant) {
@@ -73,8 +85,8 @@ struct Nearest {
       costs.data[l] = metric == kL2 ? (lists.norms[l] - 2 * products[l]) + constant : 0.0f - products[l];
     for (int64_t l = lists.L; l < padded; ++l) costs.data[l] = std::numeric_limits<float>::quiet_NaN();
     const int64_t count = collect(lists.probes < lists.L ? limit() : std::numeric_limits<float>::quiet_NaN());
-    std::sort(keys.data, keys.data + count);
-    return keys.data;
+    std::sort(keys.get(), keys.get() + count);
+    return keys.get();
   }
 
  private:
@@ -117,7 +129,7 @@ struct Nearest {
       unsigned wanted = not_above(Floats::load(costs.data + first), Floats::all(limit));
       for (; wanted; wanted &= wanted - 1) {
         const int64_t list = first + __builtin_ctz(wanted);
-        if (list < lists.L) keys.data[count++] = Key{key_of(costs.data[list], list)};
+        if (list < lists.L) keys[count++] = Key{key_of(costs.data[list], list)};
       }
     }
     return count;
@@ -125,8 +137,8 @@ struct Nearest {
 
   const Lists& lists;
   const int64_t padded;
-  Buffer<float> costs;  // [padded]  NaN beyond L
-  Buffer<Key> keys;     // [L]
+  Buffer<float> costs;                // [padded]  NaN beyond L
+  const std::unique_ptr<Key[]> keys;  // [L]
 };
 
 // Queries of one thread, some at a time. The codes of a list are read once for all queries that look at it, except that
@@ -141,13 +153,12 @@ class ByLists {
         tables(part, together),
         job(part.job),
         constants(together),
-        terms(part.job.M * part.job.K),
         capacity(Reservoir::capacity_for(part.job.k, part.job.N)),
         kept((together + 1) * capacity),
         found(new Reservoir[together]),
         probed(together * lists.probes),
-        order(together * lists.probes),
-        nexts(lists.L + 1) {
+        order(together > 1 ? together * lists.probes : 0),
+        nexts(together > 1 ? lists.L + 1 : 0) {
     job.constants = constants.data;
     scans.reserve(together);
     for (int64_t i = 0; i < together; ++i) {
@@ -163,7 +174,7 @@ class ByLists {
       const int64_t count = std::min(together, part.last_query - q);
       start(q, count);
       if (count == 1) {
-        for (int64_t rank = 0; rank < lists.probes; ++rank) scan(probed.data[rank]);
+        scan_all(probed.data, lists.probes);
       } else {
         scan_ranks(count, 0, 1);
         scan_ranks(count, 1, lists.probes);
@@ -173,7 +184,7 @@ class ByLists {
   }
 
  private:
-  static constexpr int64_t kTogether = 1024, kMostPairs = 1 << 20, kMostKept = 1 << 22, kMostSorted = 48;
+  static constexpr int64_t kTogether = 1024, kMostPairs = 1 << 20, kMostKept = 1 << 22, kMostSorted = 48, kFirst = 128;
 
   struct Pair {
     uint32_t query, list;
@@ -224,29 +235,45 @@ class ByLists {
     each_pair([&](const Pair& pair) { ++nexts.data[pair.list + 1]; });
     for (int64_t l = 0; l < lists.L; ++l) nexts.data[l + 1] += nexts.data[l];
     each_pair([&](const Pair& pair) { order.data[nexts.data[pair.list]++] = pair; });
-    for (int64_t i = 0; i < count * (end - begin); ++i) scan(order.data[i]);
+    scan_all(order.data, count * (end - begin));
   }
 
-  // One query in one list.
-  void scan(const Pair& pair) {
+  void scan_all(const Pair* pairs, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) scan(pairs[i], lists.starts[pairs[i + 1 < count ? i + 1 : i].list]);
+  }
+
+  // One query in one list; `next` is the first row of the list that comes next.
+  void scan(const Pair& pair, int64_t next) {
     const int64_t q = pair.query, begin = lists.starts[pair.list], end = lists.starts[pair.list + 1];
     constants.data[q] = pair.constant;
     Reservoir& best = found[q];
     int64_t at = begin;
     if (!best.full) {
-      at = seeds_end(job, begin, end);
+      at = first_end(begin, end);
       score(q, begin, at);
     }
     if (at == end) return;
     if (best.count != best.k) best.shrink();
-    if (best.full) at = scans[q].run(at, end);
+    if (best.full) at = scans[q].run(at, end, next == begin ? at : next);
     score(q, at, end);
+  }
+
+  // How far codes are scored until a bound is of use: for so many codes that the filter keeps.
+  int64_t first_end(int64_t begin, int64_t end) const {
+    const int64_t wanted = std::max(kFirst, 4 * job.k);
+    if (job.keep == nullptr) return std::min(end, begin + wanted);
+    int64_t at = begin;
+    for (int64_t kept = 0; at < end && kept < wanted; ++at) kept += job.keep[at] != 0;
+    return at;
   }
 
   // Scores begin..end by the definition. Terms pay if they are used more often than they are computed.
   void score(int64_t q, int64_t begin, int64_t end) {
     Reservoir& best = found[q];
-    if (end - begin >= job.K) return scan_floats<Code>(job, q, begin, end, terms.data, best);
+    if (end - begin >= job.K) {
+      if (!terms) terms.reset(new Buffer<float>(job.M * job.K));
+      return scan_floats<Code>(job, q, begin, end, terms->data, best);
+    }
     DRQ_COUNT(floats, end - begin);
     for (int64_t n = begin; n < end; ++n) {
       const float cost = cost_of<Code>(job, q, n);
@@ -258,9 +285,9 @@ class ByLists {
   const Lists& lists;
   const int64_t together;
   Tables tables;
-  Search job;               // of the queries at hand
-  Buffer<float> constants;  // [together]  of each query in the list that it looks at
-  Buffer<float> terms;      // [M, K]
+  Search job;                            // of the queries at hand
+  Buffer<float> constants;               // [together]  of each query in the list that it looks at
+  std::unique_ptr<Buffer<float>> terms;  // [M, K]  made when it is needed
   const int64_t capacity;
   Buffer<Key> kept;
   const std::unique_ptr<Reservoir[]> found;
