@@ -27,16 +27,23 @@ struct OneInLists {
   explicit OneInLists(const Search& job) : one(job), readable(readable_rows(job)) {}
   void start(int64_t q, Reservoir& reservoir) { usable = one.start(q, reservoir); }
 
+  // Blocks of 64 codes begin at multiples of 64 rows, so that loads are aligned. The first and the last one may hold
+  // codes of other lists.
   int64_t run(int64_t begin, int64_t end, int64_t next) {
-    if (!usable || !one.aim()) return begin;
-    DRQ_COUNT(one, end - begin);
-    const int64_t whole = begin + (std::min(end, readable) - begin) / 64 * 64;
-    one.run(begin, whole, next - begin);
-    // The last 64 codes that hold the rest may begin before the list or go beyond it.
-    const int64_t first = std::min(whole, readable - 64), count = std::min(end, readable) - whole;
-    if (count == 0 || first < 0) return whole;
-    one.run_some(first, ((uint64_t{1} << count) - 1) << (whole - first));
-    return whole + count;
+    if (!usable || readable < 64 || !one.aim()) return begin;
+    const int64_t last = std::min(end, readable);
+    const int64_t at = std::min(last, (begin + 63) / 64 * 64), whole = at + (last - at) / 64 * 64;
+    DRQ_COUNT(one, last - begin);
+    if (begin < at) run_some(begin, at);
+    one.run(at, whole, next - begin);
+    if (whole < last) run_some(whole, last);
+    return last;
+  }
+
+ private:
+  void run_some(int64_t begin, int64_t end) {
+    const int64_t first = std::min(begin / 64 * 64, readable - 64);
+    one.run_some(first, ((uint64_t{1} << (end - begin)) - 1) << (begin - first));
   }
 
   One one;

@@ -148,8 +148,9 @@ struct One {
     return _mm512_cmple_epi32_mask(least, limit) != 0;
   }
 
+  // Always inline: GCC 12 takes a function of prefetches for one without effect.
   template <class Metric>
-  void fetch(int64_t n) const {
+  __attribute__((always_inline)) void fetch(int64_t n) const {
     for (int64_t byte = 0; byte < 64 * kStride; byte += 64) __builtin_prefetch(row(n) + byte);
     for (int i = 0; i < 4 && Metric::kNorms; ++i) __builtin_prefetch(job.norms + n + 16 * i);
   }
