@@ -193,18 +193,19 @@ struct Case {
   }
 };
 
-// All scores by score_of(), sorted by key_of().
-Found sorted(const Case& c) {
+// The scores of the codes for which wanted(q, n), by score_of() with constant(q, n), sorted by key_of().
+template <class Wanted, class Constant>
+Found sorted(const Case& c, const Wanted& wanted, const Constant& constant) {
   Found found;
   const drq::Search job = c.job(found);
   std::vector<uint64_t> keys;
   for (int64_t q = 0; q < c.Q; ++q) {
     keys.clear();
     for (int64_t n = 0; n < c.N; ++n) {
-      if (job.keep != nullptr && !job.keep[n]) continue;
+      if ((job.keep != nullptr && !job.keep[n]) || !wanted(q, n)) continue;
       float sum = c.scale[0] * c.table[q * c.K + c.code(n, 0)];
       for (int64_t m = 1; m < c.M; ++m) sum += c.scale[m] * c.table[q * c.K + c.code(n, m)];
-      const float score = drq::score_of(c.metric, sum, job.norms ? job.norms[n] : 0, c.constants[q], c.lengths[q]);
+      const float score = drq::score_of(c.metric, sum, job.norms ? job.norms[n] : 0, constant(q, n), c.lengths[q]);
       keys.push_back(drq::key_of(c.metric == kL2 ? score : -score, n));
     }
     const int64_t count = std::min(c.k, static_cast<int64_t>(keys.size()));
@@ -216,6 +217,11 @@ Found sorted(const Case& c) {
     }
   }
   return found;
+}
+
+// All scores, sorted.
+Found sorted(const Case& c) {
+  return sorted(c, [](int64_t, int64_t) { return true; }, [&](int64_t q, int64_t) { return c.constants[q]; });
 }
 
 bool same_bits(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0 || (a != a && b != b); }
@@ -342,6 +348,62 @@ bool queries_agree(Case& c) {
   return true;
 }
 
+// The codes of a case in lists, some of them empty.
+struct InLists {
+  explicit InLists(Case& c) : c(c), L(c.random.one_of({1, 2, 5, 17, 40})), norms(L), products(c.Q * L) {
+    starts.push_back(0);
+    for (int64_t l = 1; l < L; ++l) starts.push_back(c.random.once_in(4) ? starts.back() : c.random.between(0, c.N));
+    starts.push_back(c.N);
+    std::sort(starts.begin(), starts.end());
+    for (int64_t l = 0; l < L; ++l) list_of.insert(list_of.end(), starts[l + 1] - starts[l], l);
+    probes = c.random.between(1, L);
+    const float spread = c.constants.empty() ? 1 : std::fabs(c.constants[0]);
+    for (auto& x : norms) x = c.random.once_in(3) ? 1 : std::fabs(c.random.normal());
+    for (auto& x : products) x = c.random.once_in(5) ? 1 : spread * c.random.normal();
+    if (c.random.once_in(8) && !products.empty()) products[c.random.below(c.Q * L)] = odd_value(c.random);
+  }
+
+  drq::Lists job() const { return {starts.data(), nullptr, norms.data(), products.data(), L, probes}; }
+
+  Found expected() const {
+    std::vector<bool> chosen(c.Q * L);
+    for (int64_t q = 0; q < c.Q; ++q) {
+      std::vector<uint64_t> keys;
+      for (int64_t l = 0; l < L; ++l) {
+        const float product = products[q * L + l];
+        keys.push_back(drq::key_of(c.metric == kL2 ? (norms[l] - 2 * product) + c.constants[q] : 0 - product, l));
+      }
+      std::sort(keys.begin(), keys.end());
+      for (int64_t i = 0; i < probes; ++i) chosen[q * L + drq::position_of(keys[i])] = true;
+    }
+    return sorted(
+        c, [&](int64_t q, int64_t n) { return chosen[q * L + list_of[n]]; },
+        [&](int64_t q, int64_t n) {
+          const float product = products[q * L + list_of[n]];
+          return c.metric == kL2 ? c.constants[q] - 2 * product : c.constants[q] + product;
+        });
+  }
+
+  const Case& c;
+  int64_t L, probes;
+  std::vector<int64_t> starts, list_of;
+  std::vector<float> norms, products;
+};
+
+bool lists_agree(Case& c) {
+  const InLists lists(c);
+  const Found expected = lists.expected();
+  for (int isa = 0; isa < kIsaCount; ++isa) {
+    if (!drq::isa_supported(isa)) continue;
+    Found found;
+    drq::search_lists_cpu(c.job(found), {}, lists.job(), isa, c.threads);
+    if (agrees(c, expected, found, kIsaNames[isa])) continue;
+    std::printf("in %lld of %lld lists\n", static_cast<long long>(lists.probes), static_cast<long long>(lists.L));
+    return false;
+  }
+  return true;
+}
+
 // Whether one scan processes at least half of the codes where it should, and the result is right.
 bool runs(const char* name, std::atomic<int64_t>& count, const Case& c, int isa) {
   count = 0;
@@ -354,6 +416,20 @@ bool runs(const char* name, std::atomic<int64_t>& count, const Case& c, int isa)
     return false;
   }
   return agrees(c, sorted(c), found, kIsaNames[isa]);
+}
+
+// The same where the codes are in lists.
+bool runs_in_lists(const char* name, std::atomic<int64_t>& count, Case c, int isa) {
+  InLists lists(c);
+  lists.probes = lists.L;
+  for (auto& x : lists.products) x *= 0.01f;  // no list is far from all others
+  count = 0;
+  Found found;
+  drq::search_lists_cpu(c.job(found), {}, lists.job(), isa, c.threads);
+  if (count < c.N / 2)
+    std::printf("%s: the scan \"%s\" processed %lld of the codes in lists\n", kIsaNames[isa], name,
+                static_cast<long long>(count));
+  return count >= c.N / 2 && agrees(c, lists.expected(), found, kIsaNames[isa]);
 }
 
 // A scan that never runs would go unnoticed, because another one gives the same results.
@@ -369,6 +445,8 @@ bool every_scan_runs() {
       if (isa == 2 && !runs("one", counts.one, quads, isa)) return false;
       if (isa == 1 && !cosine && !runs("bits", counts.bits, quads, isa)) return false;
       if (!cosine && !runs("few", counts.few, fives, isa)) return false;
+      if (isa == 2 && !runs_in_lists("one", counts.one, quads, isa)) return false;
+      if (isa == 1 && !cosine && !runs_in_lists("bits", counts.bits, quads, isa)) return false;
     }
   }
   return true;
@@ -383,7 +461,7 @@ bool check(uint64_t seed) {
     drq::search_cpu(c.job(found), {}, isa, c.threads);
     if (!agrees(c, expected, found, kIsaNames[isa])) return false;
   }
-  return (seed % 4 != 0 || at_once(c, expected)) && norms_agree(c) && queries_agree(c);
+  return (seed % 4 != 0 || at_once(c, expected)) && norms_agree(c) && lists_agree(c) && queries_agree(c);
 }
 
 }  // namespace

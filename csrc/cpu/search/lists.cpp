@@ -35,7 +35,7 @@ struct OneInLists {
     const int64_t at = std::min(last, (begin + 63) / 64 * 64), whole = at + (last - at) / 64 * 64;
     DRQ_COUNT(one, last - begin);
     if (begin < at) run_some(begin, at);
-    one.run(at, whole, next - begin);
+    one.run(at, whole, next == begin ? 0 : next / 64 * 64 - at);
     if (whole < last) run_some(whole, last);
     return last;
   }
@@ -63,9 +63,21 @@ void with_bound(const Search& job, const Use& use) {
 
 struct BitsInLists {
   explicit BitsInLists(const Search& job) : bits(job) {}
-  void start(int64_t q, Reservoir& reservoir) { bits.start(q, reservoir); }
-  int64_t run(int64_t begin, int64_t end, int64_t) { return bits.run(begin, end); }
+  void start(int64_t q, Reservoir& reservoir) { wait = 1, waiting = 0, bits.start(q, reservoir); }
+
+  // Where nothing could be dropped, it is tried again after one call, then after two, four and so on.
+  int64_t run(int64_t begin, int64_t end, int64_t) {
+    if (waiting > 0) return --waiting, begin;
+    const int64_t stopped = bits.run(begin, end);
+    if (stopped > begin)
+      wait = 1;
+    else
+      waiting = wait, wait = std::min<int64_t>(2 * wait, 32);
+    return stopped;
+  }
+
   Bits bits;
+  int64_t wait = 1, waiting = 0;  // calls
 };
 
 #endif
@@ -191,7 +203,8 @@ class ByLists {
   }
 
  private:
-  static constexpr int64_t kTogether = 1024, kMostPairs = 1 << 20, kMostKept = 1 << 22, kMostSorted = 48, kFirst = 128;
+  static constexpr int64_t kTogether = 1024, kMostPairs = 1 << 20, kMostKept = 1 << 22, kMostSorted = 48;
+  static constexpr int64_t kFirst = 128, kScored = 2048;  // codes that are scored before a bound is tried, and again
 
   struct Pair {
     uint32_t query, list;
@@ -259,10 +272,13 @@ class ByLists {
       at = first_end(begin, end);
       score(q, begin, at);
     }
-    if (at == end) return;
-    if (best.count != best.k) best.shrink();
-    if (best.full) at = scans[q].run(at, end, next == begin ? at : next);
-    score(q, at, end);
+    while (at < end) {
+      if (best.count != best.k) best.shrink();
+      if (best.full) at = scans[q].run(at, end, next == begin ? at : next);
+      const int64_t stop = std::min(end, at + kScored);
+      score(q, at, stop);
+      at = stop;
+    }
   }
 
   // How far codes are scored until a bound is of use: for so many codes that the filter keeps.
