@@ -95,20 +95,24 @@ void with_bound(const Search& job, const Use& use) {
 
 // The nearest lists of one query at a time.
 struct Nearest {
-  explicit Nearest(const Lists& lists)
-      : lists(lists), padded((lists.L + kWidth - 1) / kWidth * kWidth), costs(padded), keys(new Key[lists.L]) {}
+  explicit Nearest(const Lists& lists) : lists(lists), padded((lists.L + kWidth - 1) / kWidth * kWidth), costs(padded) {
+    keys.reserve(enough());
+  }
 
   // The `probes` nearest lists as keys of (distance, list), nearest first.
   const Key* choose(int metric, const float* products, float constant) {
     for (int64_t l = 0; l < lists.L; ++l)
       costs.data[l] = metric == kL2 ? (lists.norms[l] - 2 * products[l]) + constant : 0.0f - products[l];
     for (int64_t l = lists.L; l < padded; ++l) costs.data[l] = std::numeric_limits<float>::quiet_NaN();
-    const int64_t count = collect(lists.probes < lists.L ? limit() : std::numeric_limits<float>::quiet_NaN());
-    std::sort(keys.get(), keys.get() + count);
-    return keys.get();
+    collect(lists.probes < lists.L ? limit() : std::numeric_limits<float>::quiet_NaN());
+    std::sort(keys.begin(), keys.end());
+    return keys.data();
   }
 
  private:
+  // Few more than `probes`: to find so many takes less time than to find exactly as many.
+  int64_t enough() const { return lists.probes + lists.probes / 8 + 4; }
+
   int64_t count_within(float limit) const {
     const Floats most = Floats::all(limit);
     int64_t count = 0;
@@ -127,37 +131,35 @@ struct Nearest {
     float low = smallest(least), high = -smallest(Floats::all(0) - most);
     if (!(high - low < std::numeric_limits<float>::infinity()) || count_within(high) < lists.probes)
       return std::numeric_limits<float>::quiet_NaN();
-    const int64_t enough = lists.probes + lists.probes / 8 + 4;
     for (;;) {
       const float middle = low + (high - low) / 2;
       if (!(low < middle && middle < high)) return high;
       const int64_t count = count_within(middle);
       if (count < lists.probes)
         low = middle;
-      else if (count <= enough)
+      else if (count <= enough())
         return middle;
       else
         high = middle;
     }
   }
 
-  // Fills keys with the lists within the limit, or with all if it is NaN; returns how many.
-  int64_t collect(float limit) {
-    int64_t count = 0;
+  // Fills keys with the lists within the limit, or with all if it is NaN.
+  void collect(float limit) {
+    keys.clear();
     for (int64_t first = 0; first < lists.L; first += kWidth) {
       unsigned wanted = not_above(Floats::load(costs.data + first), Floats::all(limit));
       for (; wanted; wanted &= wanted - 1) {
         const int64_t list = first + __builtin_ctz(wanted);
-        if (list < lists.L) keys[count++] = Key{key_of(costs.data[list], list)};
+        if (list < lists.L) keys.push_back(Key{key_of(costs.data[list], list)});
       }
     }
-    return count;
   }
 
   const Lists& lists;
   const int64_t padded;
-  Buffer<float> costs;                // [padded]  NaN beyond L
-  const std::unique_ptr<Key[]> keys;  // [L]
+  Buffer<float> costs;  // [padded]  NaN beyond L
+  std::vector<Key> keys;
 };
 
 // Queries of one thread, some at a time. The codes of a list are read once for all queries that look at it, except that
@@ -171,17 +173,17 @@ class ByLists {
         together(most_together(part, lists)),
         tables(part, together),
         job(part.job),
-        constants(together),
+        constants(new float[together]),
         capacity(Reservoir::capacity_for(part.job.k, part.job.N)),
-        kept((together + 1) * capacity),
+        kept(new Key[(together + 1) * capacity]),
         found(new Reservoir[together]),
-        probed(together * lists.probes),
-        order(together > 1 ? together * lists.probes : 0),
-        nexts(together > 1 ? lists.L + 1 : 0) {
-    job.constants = constants.data;
+        probed(new Pair[together * lists.probes]),
+        order(together > 1 ? new Pair[together * lists.probes] : nullptr),
+        nexts(together > 1 ? new int64_t[lists.L + 1] : nullptr) {
+    job.constants = constants.get();
     scans.reserve(together);
     for (int64_t i = 0; i < together; ++i) {
-      found[i] = {part.job.k, capacity, kept.data + i * capacity, kept.data + together * capacity};
+      found[i] = {part.job.k, capacity, kept.get() + i * capacity, kept.get() + together * capacity};
       found[i].any_order = true;
       found[i].sorted = part.job.k <= kMostSorted;
       scans.emplace_back(job);
@@ -193,7 +195,7 @@ class ByLists {
       const int64_t count = std::min(together, part.last_query - q);
       start(q, count);
       if (count == 1) {
-        scan_all(probed.data, lists.probes);
+        scan_all(probed.get(), lists.probes);
       } else {
         scan_ranks(count, 0, 1);
         scan_ranks(count, 1, lists.probes);
@@ -230,7 +232,7 @@ class ByLists {
       const float* const products =
           part.queries != nullptr ? computed.data + i % kRows * lists.L : lists.products + (q + i) * lists.L;
       choose(i, products, some.constants[i], nearest);
-      constants.data[i] = some.constants[i];
+      constants[i] = some.constants[i];
       found[i].clear();
       scans[i].start(i, found[i]);
     }
@@ -241,21 +243,21 @@ class ByLists {
     for (int64_t rank = 0; rank < lists.probes; ++rank) {
       const int64_t list = position_of(keys[rank].bits);
       const float own = job.metric == kL2 ? constant - 2 * products[list] : constant + products[list];
-      probed.data[i * lists.probes + rank] = {static_cast<uint32_t>(i), static_cast<uint32_t>(list), own};
+      probed[i * lists.probes + rank] = {static_cast<uint32_t>(i), static_cast<uint32_t>(list), own};
     }
   }
 
   // Scans what `count` queries have at the ranks begin..end, in the order of the lists.
   void scan_ranks(int64_t count, int64_t begin, int64_t end) {
-    std::fill(nexts.data, nexts.data + lists.L + 1, 0);
+    std::fill(nexts.get(), nexts.get() + lists.L + 1, 0);
     const auto each_pair = [&](auto use) {
       for (int64_t i = 0; i < count; ++i)
-        for (int64_t rank = begin; rank < end; ++rank) use(probed.data[i * lists.probes + rank]);
+        for (int64_t rank = begin; rank < end; ++rank) use(probed[i * lists.probes + rank]);
     };
-    each_pair([&](const Pair& pair) { ++nexts.data[pair.list + 1]; });
-    for (int64_t l = 0; l < lists.L; ++l) nexts.data[l + 1] += nexts.data[l];
-    each_pair([&](const Pair& pair) { order.data[nexts.data[pair.list]++] = pair; });
-    scan_all(order.data, count * (end - begin));
+    each_pair([&](const Pair& pair) { ++nexts[pair.list + 1]; });
+    for (int64_t l = 0; l < lists.L; ++l) nexts[l + 1] += nexts[l];
+    each_pair([&](const Pair& pair) { order[nexts[pair.list]++] = pair; });
+    scan_all(order.get(), count * (end - begin));
   }
 
   void scan_all(const Pair* pairs, int64_t count) {
@@ -265,7 +267,7 @@ class ByLists {
   // One query in one list; `next` is the first row of the list that comes next.
   void scan(const Pair& pair, int64_t next) {
     const int64_t q = pair.query, begin = lists.starts[pair.list], end = lists.starts[pair.list + 1];
-    constants.data[q] = pair.constant;
+    constants[q] = pair.constant;
     Reservoir& best = found[q];
     int64_t at = begin;
     if (!best.full) {
@@ -308,16 +310,16 @@ class ByLists {
   const Lists& lists;
   const int64_t together;
   Tables tables;
-  Search job;                            // of the queries at hand
-  Buffer<float> constants;               // [together]  of each query in the list that it looks at
-  std::unique_ptr<Buffer<float>> terms;  // [M, K]  made when it is needed
+  Search job;                                // of the queries at hand
+  const std::unique_ptr<float[]> constants;  // [together]  of each query in the list that it looks at
+  std::unique_ptr<Buffer<float>> terms;      // [M, K]  made when it is needed
   const int64_t capacity;
-  Buffer<Key> kept;
+  const std::unique_ptr<Key[]> kept;  // [together + 1, capacity]
   const std::unique_ptr<Reservoir[]> found;
   std::vector<Scan> scans;
-  Buffer<Pair> probed;    // [together, probes]  nearest first
-  Buffer<Pair> order;     // the same by lists
-  Buffer<int64_t> nexts;  // [L + 1]
+  const std::unique_ptr<Pair[]> probed;    // [together, probes]  nearest first
+  const std::unique_ptr<Pair[]> order;     // the same by lists
+  const std::unique_ptr<int64_t[]> nexts;  // [L + 1]
 };
 
 template <class Code>
