@@ -1,6 +1,7 @@
 """Builds the programs of tests/native/ with the flags of setup.py.
 
-`python native_build.py FOLDER` builds them with sanitizers: FOLDER/search_test and FOLDER/levels_test.
+`python native_build.py FOLDER` builds them with sanitizers: FOLDER/search_test, FOLDER/levels_test
+and FOLDER/refine_test.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 SETUP: dict[str, Any] = runpy.run_path(str(ROOT / "setup.py"))
 COMPILER: str | None = SETUP["find_compiler"]()
-PROGRAMS = ("search_test", "levels_test")
+PROGRAMS = ("search_test", "levels_test", "refine_test")
 # Sanitizers report files and lines, and end the program at the first finding.
 SANITIZED = ("-g", "-O1", "-fno-sanitize-recover=all")
 MEMORY = "-fsanitize=address,undefined,float-cast-overflow"

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from drq_fast import backends
-from drq_fast.backends import inverted, native
+from drq_fast.backends import native
 from drq_fast.backends import torch as definition
 from drq_fast.backends.native import extension
 from drq_fast.backends.native.search import scan_given
+from drq_fast.backends.torch import inverted
 from drq_fast.backends.types import Database, Lists, Parameters, SearchResult
 
 needs_native = pytest.mark.skipif(extension.why_not("cpu") is not None, reason="the extension is not built")
@@ -301,7 +302,7 @@ def test_norms_without_inner_products_and_some_lists_at_a_time(monkeypatch, metr
     expected = definition.squared_norms(database.codes, database.codec, metric, lists)
     monkeypatch.setattr(inverted, "_MAX_INNER", 40)  # two lists
     assert torch.equal(definition.squared_norms(database.codes, database.codec, metric, lists), expected)
-    monkeypatch.setattr(definition, "_MAX_GRAM", 8)
+    monkeypatch.setattr("drq_fast.backends.torch.search._MAX_GRAM", 8)
     assert torch.equal(definition.squared_norms(database.codes, database.codec, metric, lists), expected)
 
 

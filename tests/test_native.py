@@ -38,7 +38,7 @@ def run(program: Path, cases: int) -> str:
     return done.stdout
 
 
-TESTS = pytest.mark.parametrize(("test", "cases"), [("search_test", 300), ("levels_test", 300)])
+TESTS = pytest.mark.parametrize(("test", "cases"), [("search_test", 300), ("levels_test", 300), ("refine_test", 300)])
 
 
 @TESTS

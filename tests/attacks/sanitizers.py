@@ -59,7 +59,7 @@ def sanitizers(dice: random.Random, folder: Path) -> int:
     started = start()
     if isinstance(started, str):
         return 0
-    cases = {"levels_test": 60, "search_test": 15}
+    cases = {"levels_test": 60, "search_test": 15, "refine_test": 200}
     for program, count in cases.items():
         seed = dice.getrandbits(40)
         done = subprocess.run([started[1] / program, str(seed), str(count)], capture_output=True, text=True)

@@ -193,18 +193,19 @@ struct Case {
   }
 };
 
-// All scores by score_of(), sorted by key_of().
-Found sorted(const Case& c) {
+// The scores of the codes for which wanted(q, n), by score_of() with constant(q, n), sorted by key_of().
+template <class Wanted, class Constant>
+Found sorted(const Case& c, const Wanted& wanted, const Constant& constant) {
   Found found;
   const drq::Search job = c.job(found);
   std::vector<uint64_t> keys;
   for (int64_t q = 0; q < c.Q; ++q) {
     keys.clear();
     for (int64_t n = 0; n < c.N; ++n) {
-      if (job.keep != nullptr && !job.keep[n]) continue;
+      if ((job.keep != nullptr && !job.keep[n]) || !wanted(q, n)) continue;
       float sum = c.scale[0] * c.table[q * c.K + c.code(n, 0)];
       for (int64_t m = 1; m < c.M; ++m) sum += c.scale[m] * c.table[q * c.K + c.code(n, m)];
-      const float score = drq::score_of(c.metric, sum, job.norms ? job.norms[n] : 0, c.constants[q], c.lengths[q]);
+      const float score = drq::score_of(c.metric, sum, job.norms ? job.norms[n] : 0, constant(q, n), c.lengths[q]);
       keys.push_back(drq::key_of(c.metric == kL2 ? score : -score, n));
     }
     const int64_t count = std::min(c.k, static_cast<int64_t>(keys.size()));
@@ -216,6 +217,11 @@ Found sorted(const Case& c) {
     }
   }
   return found;
+}
+
+// All scores, sorted.
+Found sorted(const Case& c) {
+  return sorted(c, [](int64_t, int64_t) { return true; }, [&](int64_t q, int64_t) { return c.constants[q]; });
 }
 
 bool same_bits(float a, float b) { return std::memcmp(&a, &b, sizeof a) == 0 || (a != a && b != b); }
@@ -342,87 +348,58 @@ bool queries_agree(Case& c) {
   return true;
 }
 
-// Vectors of one kind, as they are stored and as floats.
-struct Vectors {
-  Vectors(Random& random, int64_t N, int64_t D, int kind) : kind(kind), floats(N * D) {
-    for (int64_t n = 0; n < N; ++n) steps.push_back(random.uniform());
-    for (int64_t i = 0; i < N * D; ++i) {
-      bytes.push_back(static_cast<int8_t>(random.between(-127, 127)));
-      halves.push_back(static_cast<uint16_t>(random.below(1 << 16) & 0xbfff));  // finite, and not large
-      const int exponent = halves[i] >> 10 & 31, fraction = halves[i] & 1023;
-      const float size = exponent == 0 ? std::ldexp(static_cast<float>(fraction), -24)
-                                       : std::ldexp(static_cast<float>(1024 + fraction), exponent - 25);
-      floats[i] = kind == drq::kInt8      ? steps[i / D] * static_cast<float>(bytes[i])
-                  : kind == drq::kFloat16 ? std::copysign(size, halves[i] & 0x8000 ? -1.0f : 1.0f)
-                                          : random.normal();
+// The codes of a case in lists, some of them empty.
+struct InLists {
+  explicit InLists(Case& c) : c(c), L(c.random.one_of({1, 2, 5, 17, 40})), norms(L), products(c.Q * L) {
+    starts.push_back(0);
+    for (int64_t l = 1; l < L; ++l) starts.push_back(c.random.once_in(4) ? starts.back() : c.random.between(0, c.N));
+    starts.push_back(c.N);
+    std::sort(starts.begin(), starts.end());
+    for (int64_t l = 0; l < L; ++l) list_of.insert(list_of.end(), starts[l + 1] - starts[l], l);
+    probes = c.random.between(1, L);
+    const float spread = c.constants.empty() ? 1 : std::fabs(c.constants[0]);
+    for (auto& x : norms) x = c.random.once_in(3) ? 1 : std::fabs(c.random.normal());
+    for (auto& x : products) x = c.random.once_in(5) ? 1 : spread * c.random.normal();
+    if (c.random.once_in(8) && !products.empty()) products[c.random.below(c.Q * L)] = odd_value(c.random);
+  }
+
+  drq::Lists job() const { return {starts.data(), nullptr, norms.data(), products.data(), L, probes}; }
+
+  Found expected() const {
+    std::vector<bool> chosen(c.Q * L);
+    for (int64_t q = 0; q < c.Q; ++q) {
+      std::vector<uint64_t> keys;
+      for (int64_t l = 0; l < L; ++l) {
+        const float product = products[q * L + l];
+        keys.push_back(drq::key_of(c.metric == kL2 ? (norms[l] - 2 * product) + c.constants[q] : 0 - product, l));
+      }
+      std::sort(keys.begin(), keys.end());
+      for (int64_t i = 0; i < probes; ++i) chosen[q * L + drq::position_of(keys[i])] = true;
     }
+    return sorted(
+        c, [&](int64_t q, int64_t n) { return chosen[q * L + list_of[n]]; },
+        [&](int64_t q, int64_t n) {
+          const float product = products[q * L + list_of[n]];
+          return c.metric == kL2 ? c.constants[q] - 2 * product : c.constants[q] + product;
+        });
   }
-  const void* data() const {
-    return kind == drq::kInt8      ? static_cast<const void*>(bytes.data())
-           : kind == drq::kFloat16 ? static_cast<const void*>(halves.data())
-                                   : static_cast<const void*>(floats.data());
-  }
-  int kind;
-  std::vector<float> floats, steps;
-  std::vector<int8_t> bytes;
-  std::vector<uint16_t> halves;
+
+  const Case& c;
+  int64_t L, probes;
+  std::vector<int64_t> starts, list_of;
+  std::vector<float> norms, products;
 };
 
-// Sixty-four sums side by side, the last dimensions padded with zeros.
-template <class Term>
-float in_blocks(int64_t D, const Term& term) {
-  float sums[4][16] = {};
-  for (int64_t d = 0; d < D; ++d) sums[d / 16 % 4][d % 16] += term(d);
-  for (int64_t i = 0; i < 16; ++i) sums[0][i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
-  for (int64_t half = 8; half > 0; half /= 2)
-    for (int64_t i = 0; i < half; ++i) sums[0][i] += sums[0][i + half];
-  return sums[0][0];
-}
-
-float exact_cost(int metric, const float* q, const float* x, int64_t D) {
-  if (metric == kL2) return in_blocks(D, [=](int64_t d) { return (q[d] - x[d]) * (q[d] - x[d]); });
-  const float inner = in_blocks(D, [=](int64_t d) { return q[d] * x[d]; });
-  if (metric == kIp) return 0.0f - inner;
-  const float lengths = std::sqrt(in_blocks(D, [=](int64_t d) { return q[d] * q[d]; })) *
-                        std::sqrt(in_blocks(D, [=](int64_t d) { return x[d] * x[d]; }));
-  return 0.0f - (lengths > 0 ? inner / lengths : 0);
-}
-
-// Candidates scored by stored vectors: all instruction sets, against the definition.
-bool refinement_agrees(Random& random) {
-  const int64_t Q = random.between(0, 4), N = random.between(1, 50), n = random.between(1, 60);
-  const int64_t D = random.one_of({1, 5, 16, 17, 63, 64, 65, 130}), k = random.between(1, 70);
-  const int metric = static_cast<int>(random.below(3)), kind = static_cast<int>(random.below(3));
-  const Vectors vectors(random, N, D, kind);
-  std::vector<float> queries(Q * D);
-  std::vector<int64_t> candidates(Q * n);
-  for (auto& x : queries) x = random.normal();
-  for (auto& row : candidates) row = random.between(-1, N - 1);
-  Found expected{std::vector<float>(Q * k), std::vector<int64_t>(Q * k)};
-  for (int64_t q = 0; q < Q; ++q) {
-    std::vector<std::pair<float, int64_t>> all;
-    for (int64_t i = 0; i < n; ++i)
-      if (const int64_t row = candidates[q * n + i]; row >= 0)
-        all.emplace_back(exact_cost(metric, &queries[q * D], &vectors.floats[row * D], D), row);
-    std::sort(all.begin(), all.end());
-    for (size_t i = 0; i < static_cast<size_t>(k); ++i) {
-      const float cost = i < all.size() ? all[i].first : std::numeric_limits<float>::infinity();
-      expected.scores[q * k + i] = drq::turned(metric, cost);
-      expected.positions[q * k + i] = i < all.size() ? all[i].second : -1;
-    }
-  }
+bool lists_agree(Case& c) {
+  const InLists lists(c);
+  const Found expected = lists.expected();
   for (int isa = 0; isa < kIsaCount; ++isa) {
     if (!drq::isa_supported(isa)) continue;
-    Found found{std::vector<float>(Q * k, -77), std::vector<int64_t>(Q * k, -77)};
-    const float* steps = kind == drq::kInt8 ? vectors.steps.data() : nullptr;
-    drq::refine_cpu({queries.data(), candidates.data(), vectors.data(), steps, found.scores.data(),
-                     found.positions.data(), Q, n, k, D, metric, kind},
-                    isa, 2);
-    if (const int64_t i = difference(expected, found); i >= 0) {
-      std::printf("%s: refinement differs at %lld: metric=%d kind=%d D=%lld\n", kIsaNames[isa],
-                  static_cast<long long>(i), metric, kind, static_cast<long long>(D));
-      return false;
-    }
+    Found found;
+    drq::search_lists_cpu(c.job(found), {}, lists.job(), isa, c.threads);
+    if (agrees(c, expected, found, kIsaNames[isa])) continue;
+    std::printf("in %lld of %lld lists\n", static_cast<long long>(lists.probes), static_cast<long long>(lists.L));
+    return false;
   }
   return true;
 }
@@ -441,6 +418,20 @@ bool runs(const char* name, std::atomic<int64_t>& count, const Case& c, int isa)
   return agrees(c, sorted(c), found, kIsaNames[isa]);
 }
 
+// The same where the codes are in lists.
+bool runs_in_lists(const char* name, std::atomic<int64_t>& count, Case c, int isa) {
+  InLists lists(c);
+  lists.probes = lists.L;
+  for (auto& x : lists.products) x *= 0.01f;  // no list is far from all others
+  count = 0;
+  Found found;
+  drq::search_lists_cpu(c.job(found), {}, lists.job(), isa, c.threads);
+  if (count < c.N / 2)
+    std::printf("%s: the scan \"%s\" processed %lld of the codes in lists\n", kIsaNames[isa], name,
+                static_cast<long long>(count));
+  return count >= c.N / 2 && agrees(c, lists.expected(), found, kIsaNames[isa]);
+}
+
 // A scan that never runs would go unnoticed, because another one gives the same results.
 bool every_scan_runs() {
   drq::Counts& counts = drq::counts;
@@ -454,6 +445,8 @@ bool every_scan_runs() {
       if (isa == 2 && !runs("one", counts.one, quads, isa)) return false;
       if (isa == 1 && !cosine && !runs("bits", counts.bits, quads, isa)) return false;
       if (!cosine && !runs("few", counts.few, fives, isa)) return false;
+      if (isa == 2 && !runs_in_lists("one", counts.one, quads, isa)) return false;
+      if (isa == 1 && !cosine && !runs_in_lists("bits", counts.bits, quads, isa)) return false;
     }
   }
   return true;
@@ -468,7 +461,7 @@ bool check(uint64_t seed) {
     drq::search_cpu(c.job(found), {}, isa, c.threads);
     if (!agrees(c, expected, found, kIsaNames[isa])) return false;
   }
-  return (seed % 4 != 0 || at_once(c, expected)) && norms_agree(c) && queries_agree(c) && refinement_agrees(c.random);
+  return (seed % 4 != 0 || at_once(c, expected)) && norms_agree(c) && lists_agree(c) && queries_agree(c);
 }
 
 }  // namespace

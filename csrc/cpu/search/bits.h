@@ -87,9 +87,11 @@ struct Bits {
   // another one in each call.
   int64_t run(int64_t begin, int64_t end) {
     if (!usable || !bound.set_constant()) return begin;
-    if (end == job.N && job.M < job.stride) --end;  // rows are read whole, but the last one may end after M codes
+    const int64_t whole =
+        job.M < job.stride ? job.N - 1 : job.N;  // rows are read whole, but the last one may end after M
+    end = std::min(end, whole);
     int64_t at = begin;
-    while (end - at >= kTried) {
+    while (end - at >= kShortest && at + kTried <= whole) {
       best->shrink();
       if (!best->full) break;
       const int64_t codes = std::min({end - at, std::max(kTried, seen), kTaken}) / 32 * 32;
@@ -114,7 +116,7 @@ struct Bits {
   static constexpr double kCloser = 8000,
                           kLookUp = 210;  // to score a code that is left, and per level if all codes are scored
   static constexpr int kFinest = sizeof kWays / sizeof *kWays - 1;
-  static constexpr int64_t kTried = 512, kGroups = 64;
+  static constexpr int64_t kShortest = 256, kTried = 512, kGroups = 64;
 
   // Lowers `least` to the smallest of a sample of the norms.
   void look_at_norms(int64_t at, int64_t codes) {

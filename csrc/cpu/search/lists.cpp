@@ -12,11 +12,12 @@ namespace DRQ_ISA {
 namespace {
 
 // How a query drops codes in one list after the other: start() for a query, then run() for each list, when the job has
-// the constant of the query in it. run() scans as many of begin..end as it can and returns where it stopped.
+// the constant of the query in it. run() scans as many of begin..end as it can and returns where it stopped; the codes
+// from `next` on will be needed soon.
 struct NoBound {
   explicit NoBound(const Search&) {}
   void start(int64_t, Reservoir&) {}
-  int64_t run(int64_t begin, int64_t) { return begin; }
+  int64_t run(int64_t begin, int64_t, int64_t) { return begin; }
 };
 
 #if defined(DRQ_AVX512)
@@ -26,16 +27,23 @@ struct OneInLists {
   explicit OneInLists(const Search& job) : one(job), readable(readable_rows(job)) {}
   void start(int64_t q, Reservoir& reservoir) { usable = one.start(q, reservoir); }
 
-  int64_t run(int64_t begin, int64_t end) {
-    if (!usable || !one.aim()) return begin;
-    DRQ_COUNT(one, end - begin);
-    const int64_t whole = begin + (std::min(end, readable) - begin) / 64 * 64;
-    one.run(begin, whole);
-    // The last 64 codes that hold the rest may begin before the list or go beyond it.
-    const int64_t first = std::min(whole, readable - 64), count = std::min(end, readable) - whole;
-    if (count == 0 || first < 0) return whole;
-    one.run_some(first, ((uint64_t{1} << count) - 1) << (whole - first));
-    return whole + count;
+  // Blocks of 64 codes begin at multiples of 64 rows, so that loads are aligned. The first and the last one may hold
+  // codes of other lists.
+  int64_t run(int64_t begin, int64_t end, int64_t next) {
+    if (!usable || readable < 64 || !one.aim()) return begin;
+    const int64_t last = std::min(end, readable);
+    const int64_t at = std::min(last, (begin + 63) / 64 * 64), whole = at + (last - at) / 64 * 64;
+    DRQ_COUNT(one, last - begin);
+    if (begin < at) run_some(begin, at);
+    one.run(at, whole, next == begin ? 0 : next / 64 * 64 - at);
+    if (whole < last) run_some(whole, last);
+    return last;
+  }
+
+ private:
+  void run_some(int64_t begin, int64_t end) {
+    const int64_t first = std::min(begin / 64 * 64, readable - 64);
+    one.run_some(first, ((uint64_t{1} << (end - begin)) - 1) << (begin - first));
   }
 
   One one;
@@ -51,10 +59,33 @@ void with_bound(const Search& job, const Use& use) {
 
 #else
 
+#if defined(DRQ_AVX2)
+
+struct BitsInLists {
+  explicit BitsInLists(const Search& job) : bits(job) {}
+  void start(int64_t q, Reservoir& reservoir) { wait = 1, waiting = 0, bits.start(q, reservoir); }
+
+  // Where nothing could be dropped, it is tried again after one call, then after two, four and so on.
+  int64_t run(int64_t begin, int64_t end, int64_t) {
+    if (waiting > 0) return --waiting, begin;
+    const int64_t stopped = bits.run(begin, end);
+    if (stopped > begin)
+      wait = 1;
+    else
+      waiting = wait, wait = std::min<int64_t>(2 * wait, 32);
+    return stopped;
+  }
+
+  Bits bits;
+  int64_t wait = 1, waiting = 0;  // calls
+};
+
+#endif
+
 template <class Code, class Use>
 void with_bound(const Search& job, const Use& use) {
 #if defined(DRQ_AVX2)
-  if (Bits::takes(job)) return use(Type<Bits>{});
+  if (Bits::takes(job)) return use(Type<BitsInLists>{});
 #endif
   static_cast<void>(job);
   use(Type<NoBound>{});
@@ -64,20 +95,24 @@ void with_bound(const Search& job, const Use& use) {
 
 // The nearest lists of one query at a time.
 struct Nearest {
-  explicit Nearest(const Lists& lists)
-      : lists(lists), padded((lists.L + kWidth - 1) / kWidth * kWidth), costs(padded), keys(lists.L) {}
+  explicit Nearest(const Lists& lists) : lists(lists), padded((lists.L + kWidth - 1) / kWidth * kWidth), costs(padded) {
+    keys.reserve(enough());
+  }
 
   // The `probes` nearest lists as keys of (distance, list), nearest first.
   const Key* choose(int metric, const float* products, float constant) {
     for (int64_t l = 0; l < lists.L; ++l)
       costs.data[l] = metric == kL2 ? (lists.norms[l] - 2 * products[l]) + constant : 0.0f - products[l];
     for (int64_t l = lists.L; l < padded; ++l) costs.data[l] = std::numeric_limits<float>::quiet_NaN();
-    const int64_t count = collect(lists.probes < lists.L ? limit() : std::numeric_limits<float>::quiet_NaN());
-    std::sort(keys.data, keys.data + count);
-    return keys.data;
+    collect(lists.probes < lists.L ? limit() : std::numeric_limits<float>::quiet_NaN());
+    std::sort(keys.begin(), keys.end());
+    return keys.data();
   }
 
  private:
+  // Few more than `probes`: to find so many takes less time than to find exactly as many.
+  int64_t enough() const { return lists.probes + lists.probes / 8 + 4; }
+
   int64_t count_within(float limit) const {
     const Floats most = Floats::all(limit);
     int64_t count = 0;
@@ -96,37 +131,35 @@ struct Nearest {
     float low = smallest(least), high = -smallest(Floats::all(0) - most);
     if (!(high - low < std::numeric_limits<float>::infinity()) || count_within(high) < lists.probes)
       return std::numeric_limits<float>::quiet_NaN();
-    const int64_t enough = lists.probes + lists.probes / 8 + 4;
     for (;;) {
       const float middle = low + (high - low) / 2;
       if (!(low < middle && middle < high)) return high;
       const int64_t count = count_within(middle);
       if (count < lists.probes)
         low = middle;
-      else if (count <= enough)
+      else if (count <= enough())
         return middle;
       else
         high = middle;
     }
   }
 
-  // Fills keys with the lists within the limit, or with all if it is NaN; returns how many.
-  int64_t collect(float limit) {
-    int64_t count = 0;
+  // Fills keys with the lists within the limit, or with all if it is NaN.
+  void collect(float limit) {
+    keys.clear();
     for (int64_t first = 0; first < lists.L; first += kWidth) {
       unsigned wanted = not_above(Floats::load(costs.data + first), Floats::all(limit));
       for (; wanted; wanted &= wanted - 1) {
         const int64_t list = first + __builtin_ctz(wanted);
-        if (list < lists.L) keys.data[count++] = Key{key_of(costs.data[list], list)};
+        if (list < lists.L) keys.push_back(Key{key_of(costs.data[list], list)});
       }
     }
-    return count;
   }
 
   const Lists& lists;
   const int64_t padded;
   Buffer<float> costs;  // [padded]  NaN beyond L
-  Buffer<Key> keys;     // [L]
+  std::vector<Key> keys;
 };
 
 // Queries of one thread, some at a time. The codes of a list are read once for all queries that look at it, except that
@@ -140,18 +173,17 @@ class ByLists {
         together(most_together(part, lists)),
         tables(part, together),
         job(part.job),
-        constants(together),
-        terms(part.job.M * part.job.K),
+        constants(new float[together]),
         capacity(Reservoir::capacity_for(part.job.k, part.job.N)),
-        kept((together + 1) * capacity),
+        kept(new Key[(together + 1) * capacity]),
         found(new Reservoir[together]),
-        probed(together * lists.probes),
-        order(together * lists.probes),
-        nexts(lists.L + 1) {
-    job.constants = constants.data;
+        probed(new Pair[together * lists.probes]),
+        order(together > 1 ? new Pair[together * lists.probes] : nullptr),
+        nexts(together > 1 ? new int64_t[lists.L + 1] : nullptr) {
+    job.constants = constants.get();
     scans.reserve(together);
     for (int64_t i = 0; i < together; ++i) {
-      found[i] = {part.job.k, capacity, kept.data + i * capacity, kept.data + together * capacity};
+      found[i] = {part.job.k, capacity, kept.get() + i * capacity, kept.get() + together * capacity};
       found[i].any_order = true;
       found[i].sorted = part.job.k <= kMostSorted;
       scans.emplace_back(job);
@@ -163,7 +195,7 @@ class ByLists {
       const int64_t count = std::min(together, part.last_query - q);
       start(q, count);
       if (count == 1) {
-        for (int64_t rank = 0; rank < lists.probes; ++rank) scan(probed.data[rank]);
+        scan_all(probed.get(), lists.probes);
       } else {
         scan_ranks(count, 0, 1);
         scan_ranks(count, 1, lists.probes);
@@ -174,6 +206,7 @@ class ByLists {
 
  private:
   static constexpr int64_t kTogether = 1024, kMostPairs = 1 << 20, kMostKept = 1 << 22, kMostSorted = 48;
+  static constexpr int64_t kFirst = 128, kScored = 2048;  // codes that are scored before a bound is tried, and again
 
   struct Pair {
     uint32_t query, list;
@@ -199,7 +232,7 @@ class ByLists {
       const float* const products =
           part.queries != nullptr ? computed.data + i % kRows * lists.L : lists.products + (q + i) * lists.L;
       choose(i, products, some.constants[i], nearest);
-      constants.data[i] = some.constants[i];
+      constants[i] = some.constants[i];
       found[i].clear();
       scans[i].start(i, found[i]);
     }
@@ -210,43 +243,62 @@ class ByLists {
     for (int64_t rank = 0; rank < lists.probes; ++rank) {
       const int64_t list = position_of(keys[rank].bits);
       const float own = job.metric == kL2 ? constant - 2 * products[list] : constant + products[list];
-      probed.data[i * lists.probes + rank] = {static_cast<uint32_t>(i), static_cast<uint32_t>(list), own};
+      probed[i * lists.probes + rank] = {static_cast<uint32_t>(i), static_cast<uint32_t>(list), own};
     }
   }
 
   // Scans what `count` queries have at the ranks begin..end, in the order of the lists.
   void scan_ranks(int64_t count, int64_t begin, int64_t end) {
-    std::fill(nexts.data, nexts.data + lists.L + 1, 0);
+    std::fill(nexts.get(), nexts.get() + lists.L + 1, 0);
     const auto each_pair = [&](auto use) {
       for (int64_t i = 0; i < count; ++i)
-        for (int64_t rank = begin; rank < end; ++rank) use(probed.data[i * lists.probes + rank]);
+        for (int64_t rank = begin; rank < end; ++rank) use(probed[i * lists.probes + rank]);
     };
-    each_pair([&](const Pair& pair) { ++nexts.data[pair.list + 1]; });
-    for (int64_t l = 0; l < lists.L; ++l) nexts.data[l + 1] += nexts.data[l];
-    each_pair([&](const Pair& pair) { order.data[nexts.data[pair.list]++] = pair; });
-    for (int64_t i = 0; i < count * (end - begin); ++i) scan(order.data[i]);
+    each_pair([&](const Pair& pair) { ++nexts[pair.list + 1]; });
+    for (int64_t l = 0; l < lists.L; ++l) nexts[l + 1] += nexts[l];
+    each_pair([&](const Pair& pair) { order[nexts[pair.list]++] = pair; });
+    scan_all(order.get(), count * (end - begin));
   }
 
-  // One query in one list.
-  void scan(const Pair& pair) {
+  void scan_all(const Pair* pairs, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) scan(pairs[i], lists.starts[pairs[i + 1 < count ? i + 1 : i].list]);
+  }
+
+  // One query in one list; `next` is the first row of the list that comes next.
+  void scan(const Pair& pair, int64_t next) {
     const int64_t q = pair.query, begin = lists.starts[pair.list], end = lists.starts[pair.list + 1];
-    constants.data[q] = pair.constant;
+    constants[q] = pair.constant;
     Reservoir& best = found[q];
     int64_t at = begin;
     if (!best.full) {
-      at = seeds_end(job, begin, end);
+      at = first_end(begin, end);
       score(q, begin, at);
     }
-    if (at == end) return;
-    if (best.count != best.k) best.shrink();
-    if (best.full) at = scans[q].run(at, end);
-    score(q, at, end);
+    while (at < end) {
+      if (best.count != best.k) best.shrink();
+      if (best.full) at = scans[q].run(at, end, next == begin ? at : next);
+      const int64_t stop = std::min(end, at + kScored);
+      score(q, at, stop);
+      at = stop;
+    }
+  }
+
+  // How far codes are scored until a bound is of use: for so many codes that the filter keeps.
+  int64_t first_end(int64_t begin, int64_t end) const {
+    const int64_t wanted = std::max(kFirst, 4 * job.k);
+    if (job.keep == nullptr) return std::min(end, begin + wanted);
+    int64_t at = begin;
+    for (int64_t kept = 0; at < end && kept < wanted; ++at) kept += job.keep[at] != 0;
+    return at;
   }
 
   // Scores begin..end by the definition. Terms pay if they are used more often than they are computed.
   void score(int64_t q, int64_t begin, int64_t end) {
     Reservoir& best = found[q];
-    if (end - begin >= job.K) return scan_floats<Code>(job, q, begin, end, terms.data, best);
+    if (end - begin >= job.K) {
+      if (!terms) terms.reset(new Buffer<float>(job.M * job.K));
+      return scan_floats<Code>(job, q, begin, end, terms->data, best);
+    }
     DRQ_COUNT(floats, end - begin);
     for (int64_t n = begin; n < end; ++n) {
       const float cost = cost_of<Code>(job, q, n);
@@ -258,16 +310,16 @@ class ByLists {
   const Lists& lists;
   const int64_t together;
   Tables tables;
-  Search job;               // of the queries at hand
-  Buffer<float> constants;  // [together]  of each query in the list that it looks at
-  Buffer<float> terms;      // [M, K]
+  Search job;                                // of the queries at hand
+  const std::unique_ptr<float[]> constants;  // [together]  of each query in the list that it looks at
+  std::unique_ptr<Buffer<float>> terms;      // [M, K]  made when it is needed
   const int64_t capacity;
-  Buffer<Key> kept;
+  const std::unique_ptr<Key[]> kept;  // [together + 1, capacity]
   const std::unique_ptr<Reservoir[]> found;
   std::vector<Scan> scans;
-  Buffer<Pair> probed;    // [together, probes]  nearest first
-  Buffer<Pair> order;     // the same by lists
-  Buffer<int64_t> nexts;  // [L + 1]
+  const std::unique_ptr<Pair[]> probed;    // [together, probes]  nearest first
+  const std::unique_ptr<Pair[]> order;     // the same by lists
+  const std::unique_ptr<int64_t[]> nexts;  // [L + 1]
 };
 
 template <class Code>

@@ -64,9 +64,12 @@ struct One {
     return true;
   }
 
-  // Scans begin..end, a multiple of 64 codes.
-  void run(int64_t begin, int64_t end) {
-    with_metric(job.metric, [&](auto metric) { scan<decltype(metric)>(begin, end); });
+  // Scans begin..end, a multiple of 64 codes. Fetches the codes that are `ahead` rows further, which are next, unless
+  // it is 0.
+  void run(int64_t begin, int64_t end, int64_t ahead = 0) {
+    with_metric(job.metric, [&](auto metric) {
+      ahead ? scan<decltype(metric), true>(begin, end, ahead) : scan<decltype(metric), false>(begin, end, 0);
+    });
   }
 
   // Scans the codes of 64 rows, from `first` on, whose bits are set in `wanted`.
@@ -145,13 +148,23 @@ struct One {
     return _mm512_cmple_epi32_mask(least, limit) != 0;
   }
 
+  // Always inline: GCC 12 takes a function of prefetches for one without effect.
   template <class Metric>
-  void scan(int64_t begin, int64_t end) {
+  __attribute__((always_inline)) void fetch(int64_t n) const {
+    for (int64_t byte = 0; byte < 64 * kStride; byte += 64) __builtin_prefetch(row(n) + byte);
+    for (int i = 0; i < 4 && Metric::kNorms; ++i) __builtin_prefetch(job.norms + n + 16 * i);
+  }
+
+  template <class Metric, bool kAhead>
+  void scan(int64_t begin, int64_t end, int64_t ahead) {
     for (int64_t n = begin; n < end;) {
       const __m512i local[4] = {table[0], table[1], table[2], table[3]}, limit = _mm512_set1_epi32(most);
       __m512i sums[4];
       bool any = false;
-      for (; n < end && !any; n += 64) any = sum_up<Metric>(n, local, limit, sums);
+      for (; n < end && !any; n += 64) {
+        if (kAhead) fetch<Metric>(n + ahead);
+        any = sum_up<Metric>(n, local, limit, sums);
+      }
       if (any) look_closely(n - 64, sums, ~uint64_t{0});
       while (n < end && rejected >= 0 && ~copies_of_rejected(n) == 0) n += 64;
     }

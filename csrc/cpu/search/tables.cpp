@@ -69,10 +69,11 @@ void fill_all(const float* const (&rows)[kRows], int64_t count, const float* col
 
 // kRows queries at a time, less the offset for metrics that want that.
 struct Rows {
-  Rows(const Search& job, const Queries& queries)
+  // For `count` queries in all.
+  Rows(const Search& job, const Queries& queries, int64_t count)
       : queries(queries),
         moved(is_centred(job.metric) && queries.offset != nullptr),
-        centred(moved ? kRows * queries.D : 0) {}
+        centred(moved ? std::min<int64_t>(kRows, count) * queries.D : 0) {}
 
   // Sets rows to the queries first..first + count; those beyond repeat the first.
   void load(int64_t first, int64_t count) {
@@ -99,7 +100,7 @@ struct Rows {
 int64_t fill_tables(const Search& job, const Queries& queries, int64_t begin, int64_t end, float* table,
                     float* constants, float* lengths) {
   const int64_t D = queries.D;
-  Rows some(job, queries);
+  Rows some(job, queries, end - begin);
   int64_t odd = -1;
   for (int64_t first = begin; first < end; first += kRows) {
     const int64_t count = std::min<int64_t>(kRows, end - first);
@@ -118,7 +119,7 @@ int64_t fill_tables(const Search& job, const Queries& queries, int64_t begin, in
 
 void fill_products(const Search& job, const Queries& queries, const Lists& lists, int64_t begin, int64_t end,
                    float* products) {
-  Rows some(job, queries);
+  Rows some(job, queries, end - begin);
   for (int64_t first = begin; first < end; first += kRows) {
     const int64_t count = std::min<int64_t>(kRows, end - first);
     some.load(first, count);

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ... import checks
-from .. import inverted
 from .. import torch as definition
 from ..gradients import refuse_second_derivatives
+from ..torch import inverted
 from ..types import Database, Lists, Parameters, SearchResult, Stored
 from .encode import gram
 from .extension import MAX_CODEWORDS, floats, instruction_set, native, pointer
@@ -82,6 +82,7 @@ class Scanned:
             metric=_METRICS[database.metric],
             wide=codes.dtype is torch.int16,
         )
+        self.probed: dict[int | None, _C.Lists] = {}  # by the number of lists that queries look at
 
 
 def search(
@@ -107,8 +108,12 @@ def _scan(query: Tensor, database: Database, k: int, finite: bool, probes: int |
 
 def _scan_cpu(query: Tensor, database: Database, k: int, finite: bool, probes: int | None) -> SearchResult:
     """Products with the codebook are part of the scan, in a fixed order."""
-    job, rows = database.table(Scanned).job, _dense_floats(query)
-    lists = None if database.lists is None else _lists_job(database.lists, probes)
+    scanned, rows = database.table(Scanned), _dense_floats(query)
+    job, lists = scanned.job, None
+    if database.lists is not None:
+        lists = scanned.probed.get(probes)
+        if lists is None:
+            lists = scanned.probed[probes] = _lists_job(database.lists, probes)
     Q, D = rows.shape
     scores, positions = rows.new_empty(Q, k), _NO_POSITIONS.new_empty(Q, k)
     query_at, scores_at, positions_at = rows.data_ptr(), scores.data_ptr(), positions.data_ptr()

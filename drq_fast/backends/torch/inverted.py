@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .types import Lists, Parameters
+from ..types import Lists, Parameters
 
 _MAX_INNER = 1 << 22  # inner products of centroids and codewords that are held at a time
 

@@ -1,0 +1,87 @@
+"""What a search of an index reads, and the scan of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from .. import backends, checks
+from ..backends.torch import best_of
+from ..backends.types import Database, SearchResult
+from ..codec import Codec
+from .coarse import Coarse, tail_of
+from .norms import Norms, extended_norms
+from .rows import Rows
+
+_QUERIES = 1 << 10  # queries between two updates of the progress bar, at least
+_WORK = 1 << 34  # scores between two updates
+
+
+class Searched(NamedTuple):
+    """The rows of an index, those that are scanned where they are, and copies of others in the order of lists."""
+
+    rows: Rows
+    database: Database
+    tail: Database | None = None
+    tail_rows: Tensor | None = None  # [n]: where the rows of the tail are
+
+    def filtered(self, mask: Tensor) -> Searched:
+        """Only the rows that mask [size] marks."""
+        database = _filtered(self.database, mask[: len(self.database.codes)])
+        if self.tail is None:
+            return self._replace(database=database)
+        return self._replace(database=database, tail=_filtered(self.tail, mask[self.tail_rows]))
+
+    def scan(self, query: Tensor, k: int, probes: int | None) -> SearchResult:
+        """Scores [Q, k] and rows [Q, k] of the best codes."""
+        found = _scan(query, k, self.database, probes)
+        if self.tail is None or self.tail_rows is None:
+            return found
+        late = _scan(query, k, self.tail, probes)
+        rows = self.tail_rows[late.positions.clamp_min(0)].where(late.positions >= 0, -1)
+        return best_of((found.scores, late.scores), (found.positions, rows), k, self.database.metric)
+
+
+def searched_rows(rows: Rows, length: int, codec: Codec, metric: str, coarse: Coarse | None, known: Norms) -> Searched:
+    """The first `length` levels of the rows that were not removed. known: norms by length, which are extended."""
+    used, lists = rows.used(), None
+    codes, numbers = used.codes[:, :length], used.content.lists
+    if coarse is not None and numbers is not None:
+        codes, lists = codes[: rows.ordered], coarse.lists_of(numbers[: rows.ordered])
+    norms = None if metric == "ip" else extended_norms(known, codes, codec, metric, lists)
+    searched = Searched(rows, Database(codes, codec, metric, norms, lists=lists))
+    tail = None if coarse is None else tail_of(used)
+    if coarse is not None and tail is not None:
+        assert tail.content.lists is not None
+        lists = coarse.lists_of(tail.content.lists)
+        database = Database(tail.content.codes[:, :length], codec, metric, lists=lists)
+        searched = searched._replace(tail=database, tail_rows=tail.rows)
+    return searched if used.alive is None else searched.filtered(used.alive)
+
+
+def _filtered(database: Database, keep: Tensor) -> Database:
+    return Database(database.codes, database.codec, database.metric, database.norms, keep, database.lists)
+
+
+def _scan(query: Tensor, k: int, database: Database, probes: int | None) -> SearchResult:
+    """Scores [Q, k] and positions [Q, k]; in blocks of queries with a progress bar where it takes long."""
+    codes, device = database.codes, database.device
+    if query.dtype is torch.float64:
+        checks.finite("search", "query", query, torch.float32)
+    if query.dtype is not torch.float32 or query.device != device:
+        query = query.to(device, torch.float32)
+    unsupported = backends.cannot_search(query, codes, database.codec, database.norms, database.lists)
+    column = backends.choose("search", device.type, None, unsupported)
+    step = max(_QUERIES, _WORK // max(1, codes.shape[0]))
+    if query.shape[0] <= step:
+        return column.search(query, database, k, finite=True, probes=probes)
+    parts = []
+    checks.finite("search", "query", query, torch.float32)
+    with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=None, leave=False) as bar:
+        for part in query.split(step):
+            parts.append(column.search(part, database, k, finite=True, probes=probes))
+            bar.update(len(part))
+    return SearchResult(torch.cat([part.scores for part in parts]), torch.cat([part.positions for part in parts]))
