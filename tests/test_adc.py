@@ -99,7 +99,7 @@ def test_norms_without_the_gram_matrix(codec, monkeypatch):
     for shift in (None, offset):
         expected = definition.squared_norms(codes, Parameters(codebook, scale, shift), "cosine")
         with monkeypatch.context() as patch:
-            patch.setattr(definition, "_MAX_GRAM", 3)
+            patch.setattr("drq_fast.backends.torch.scores._MAX_GRAM", 3)
             norms = definition.squared_norms(codes, Parameters(codebook, scale, shift), "cosine")
         torch.testing.assert_close(norms, expected)
         for code in codes.unique(dim=0):

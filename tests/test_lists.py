@@ -302,7 +302,7 @@ def test_norms_without_inner_products_and_some_lists_at_a_time(monkeypatch, metr
     expected = definition.squared_norms(database.codes, database.codec, metric, lists)
     monkeypatch.setattr(inverted, "_MAX_INNER", 40)  # two lists
     assert torch.equal(definition.squared_norms(database.codes, database.codec, metric, lists), expected)
-    monkeypatch.setattr("drq_fast.backends.torch.search._MAX_GRAM", 8)
+    monkeypatch.setattr("drq_fast.backends.torch.scores._MAX_GRAM", 8)
     assert torch.equal(definition.squared_norms(database.codes, database.codec, metric, lists), expected)
 
 

@@ -18,7 +18,7 @@ from .levels import (
     squared_errors,
     still_to_come,
 )
-from .search import (
+from .scores import (
     Prepared,
     adc,
     best_of,
