@@ -206,7 +206,7 @@ class ByLists {
 
  private:
   static constexpr int64_t kTogether = 256, kMostPairs = 1 << 20, kMostKept = 1 << 22, kMostSorted = 48;
-  static constexpr int64_t kFirst = 128, kScored = 2048;  // codes that are scored before a bound is tried, and again
+  static constexpr int64_t kFirst = 64, kScored = 2048;  // codes that are scored before a bound is tried, and again
 
   struct Pair {
     uint32_t query, list;
