@@ -197,7 +197,7 @@ class ByLists {
       if (count == 1) {
         scan_all(probed.get(), lists.probes);
       } else {
-        scan_ranks(count, 0, 1);
+        scan_ranks(count, 0, std::min<int64_t>(1, lists.probes));
         scan_ranks(count, 1, lists.probes);
       }
       for (int64_t i = 0; i < count; ++i) part.counts[q + i] = found[i].finish(part.keys + (q + i) * job.k);
@@ -215,7 +215,8 @@ class ByLists {
 
   static int64_t most_together(const Part& part, const Lists& lists) {
     const int64_t queries = part.last_query - part.first_query;
-    const int64_t least = std::min({queries, kTogether, kMostPairs / lists.probes, kMostKept / part.job.k});
+    const int64_t least =
+        std::min({queries, kTogether, kMostPairs / std::max<int64_t>(1, lists.probes), kMostKept / part.job.k});
     return std::max<int64_t>(1, least);
   }
 
