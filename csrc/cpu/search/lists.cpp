@@ -296,14 +296,15 @@ class ByLists {
   // Scores begin..end by the definition. Terms pay if they are used more often than they are computed.
   void score(int64_t q, int64_t begin, int64_t end) {
     Reservoir& best = found[q];
-    if (end - begin >= job.K) {
+    if (job.keep == nullptr && end - begin >= job.K) {
       if (!terms) terms.reset(new Buffer<float>(job.M * job.K));
       return scan_floats<Code>(job, q, begin, end, terms->data, best);
     }
     DRQ_COUNT(floats, end - begin);
     for (int64_t n = begin; n < end; ++n) {
+      if (job.keep != nullptr && !job.keep[n]) continue;
       const float cost = cost_of<Code>(job, q, n);
-      if (best.wants(cost) && (job.keep == nullptr || job.keep[n])) best.add(cost, n);
+      if (best.wants(cost)) best.add(cost, n);
     }
   }
 
