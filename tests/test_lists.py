@@ -338,6 +338,19 @@ def test_queries_look_at_the_nearest_lists():
     assert (ip.positions.item(), ip.scores.item()) == (2, 3.0)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("Q", [0, 1, 3])
+def test_nothing_to_look_at(backend, metric, Q):
+    codec = Parameters(torch.randn(4, 6), torch.ones(2), None)
+    nothing = torch.zeros(0, 2, dtype=torch.uint8)
+    for L in (0, 3):
+        lists = Lists(torch.zeros(L + 1, dtype=torch.int64), torch.randn(L, 6))
+        found = COLUMNS[backend].search(torch.randn(Q, 6), Database(nothing, codec, metric, lists=lists), 2)
+        assert found.positions.tolist() == [[-1, -1]] * Q
+        assert found.scores.tolist() == [[float("inf" if metric == "l2" else "-inf")] * 2] * Q
+
+
 def test_lists_of_a_selection_of_rows():
     lists = Lists(torch.tensor([0, 0, 3, 3, 7]), torch.zeros(4, 2))
     assert lists.of(torch.arange(7)).tolist() == [1, 1, 1, 3, 3, 3, 3]

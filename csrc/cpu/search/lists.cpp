@@ -197,7 +197,7 @@ class ByLists {
       if (count == 1) {
         scan_all(probed.get(), lists.probes);
       } else {
-        scan_ranks(count, 0, 1);
+        scan_ranks(count, 0, std::min<int64_t>(1, lists.probes));
         scan_ranks(count, 1, lists.probes);
       }
       for (int64_t i = 0; i < count; ++i) part.counts[q + i] = found[i].finish(part.keys + (q + i) * job.k);
@@ -205,8 +205,8 @@ class ByLists {
   }
 
  private:
-  static constexpr int64_t kTogether = 1024, kMostPairs = 1 << 20, kMostKept = 1 << 22, kMostSorted = 48;
-  static constexpr int64_t kFirst = 128, kScored = 2048;  // codes that are scored before a bound is tried, and again
+  static constexpr int64_t kTogether = 256, kMostPairs = 1 << 20, kMostKept = 1 << 22, kMostSorted = 48;
+  static constexpr int64_t kFirst = 64, kScored = 2048;  // codes that are scored before a bound is tried, and again
 
   struct Pair {
     uint32_t query, list;
@@ -215,7 +215,8 @@ class ByLists {
 
   static int64_t most_together(const Part& part, const Lists& lists) {
     const int64_t queries = part.last_query - part.first_query;
-    const int64_t least = std::min({queries, kTogether, kMostPairs / lists.probes, kMostKept / part.job.k});
+    const int64_t least =
+        std::min({queries, kTogether, kMostPairs / std::max<int64_t>(1, lists.probes), kMostKept / part.job.k});
     return std::max<int64_t>(1, least);
   }
 
@@ -295,14 +296,15 @@ class ByLists {
   // Scores begin..end by the definition. Terms pay if they are used more often than they are computed.
   void score(int64_t q, int64_t begin, int64_t end) {
     Reservoir& best = found[q];
-    if (end - begin >= job.K) {
+    if (job.keep == nullptr && end - begin >= job.K) {
       if (!terms) terms.reset(new Buffer<float>(job.M * job.K));
       return scan_floats<Code>(job, q, begin, end, terms->data, best);
     }
     DRQ_COUNT(floats, end - begin);
     for (int64_t n = begin; n < end; ++n) {
+      if (job.keep != nullptr && !job.keep[n]) continue;
       const float cost = cost_of<Code>(job, q, n);
-      if (best.wants(cost) && (job.keep == nullptr || job.keep[n])) best.add(cost, n);
+      if (best.wants(cost)) best.add(cost, n);
     }
   }
 

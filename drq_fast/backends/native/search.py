@@ -422,9 +422,10 @@ def _norms(database: Database) -> Tensor | None:
 def _copying_pays(database: Database, queries: int) -> bool:
     """Whether to copy the codes that a filter keeps, since a scan that skips most codes is slow.
 
-    It pays for less than half of the codes if there are many queries, and for very few codes always.
+    It pays for less than half of the codes if there are many queries, and for very few codes always. It does not pay
+    with lists, because queries do not look at all codes there.
     """
-    return database.table(_share_kept) < (1 / 2 if queries >= _FILTERED else 1 / 64)
+    return database.lists is None and database.table(_share_kept) < (1 / 2 if queries >= _FILTERED else 1 / 64)
 
 
 def _share_kept(database: Database) -> float:
