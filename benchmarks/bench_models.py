@@ -113,7 +113,7 @@ QUANTIZERS: dict[str, Callable[..., Ours | Peer] | None] = {
     "ResidualVQ, separate codebooks, k-means, revival": partial(Peer, **STARTED),
 }
 VARIANTS: dict[str, Callable[..., Ours | Peer]] = {  # in the first table of images and of ids only
-    "ours, `commitment=1`": partial(Ours, commitment=1.0),
+    "ours, `pull=0`": partial(Ours, pull=0.0),
     'ours, `update="gradient"`': partial(Ours, update="gradient"),
     'ours, `loss="paper"`': partial(Ours, loss="paper"),
     "ResidualVQ, shared codebook, k-means, revival": partial(Peer, shared_codebook=True, **STARTED),

@@ -198,10 +198,10 @@ def weights(op: str, value: Any) -> tuple[float, float, float]:
     return weights
 
 
-def commitment(op: str, value: Any) -> float:
+def commitment(op: str, value: Any, name: str = "commitment") -> float:
     """A finite number that is not negative."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= _float(value) <= LARGEST:
-        fail(op, "commitment", "a finite number >= 0", repr(value))
+        fail(op, name, "a finite number >= 0", repr(value))
     return float(value)
 
 

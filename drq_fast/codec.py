@@ -188,7 +188,9 @@ def encode(
 
 
 def directions(x: Tensor) -> Tensor:
-    """x [N, D] divided by its lengths; zeros stay zeros."""
+    """x [N, D] divided by its lengths, which may be as large or small as float32 has them; zeros stay zeros."""
+    largest = x.abs().amax(dim=1, keepdim=True) if x.numel() else x.new_zeros(len(x), 1)
+    x = x / torch.where(largest > 0, largest, 1)
     lengths = torch.linalg.vector_norm(x, dim=1, keepdim=True)
     return x / torch.where(lengths > 0, lengths, 1)
 

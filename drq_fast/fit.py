@@ -70,13 +70,14 @@ def fit(
     beam: int = 16,
     noise: float = NOISE,
     seed: int | None = None,
+    interruptible: bool = True,
 ) -> Fitted:
     """Minimises sum_m omega[m] ||x - xhat_m||^2 for x [N, D] float32, N >= 1; returns the best codec of all rounds.
 
     omega [M]: equal weights if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, or in
     the last tenth with a beam), solves for scale and codebook, and adds noise that decreases to 0. With many rows, the
     first rounds use the even and the odd ones in turn. Deterministic given `seed`; without one a seed is drawn from
-    torch's global generator. On Ctrl-C it returns the best codec so far.
+    torch's global generator. interruptible: on Ctrl-C it returns the best codec so far.
     """
     generator = seeded(seed)
     mean = x.mean(dim=0) if offset else None
@@ -115,6 +116,8 @@ def fit(
                 shake = torch.randn(codebook.shape, dtype=torch.float32, device="cpu", generator=generator).to(x)
                 codebook = codebook + (1 - (step + 1) / rounds) * spread * shake
     except KeyboardInterrupt:
+        if not interruptible:
+            raise
         bar.write("fit: interrupted; the best codec so far is kept.")
     return best
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from . import functional
 from .backends.types import Loss, Parameters
 
-PULL = 0.2  # of x to its approximation, relative to the gradient of `quantized`; see docs/math.md
 REDUCTIONS = {"squared": ("mean", "row", "level"), "paper": ("mean", "row")}  # by loss
 
 
@@ -43,39 +42,35 @@ def squared(batch: Batch, errors: Tensor, omega: Sequence[float] | None, reducti
     return _reduced((errors * weights).sum(dim=1) / torch.where(total > 0, total, 1), batch, reduction)
 
 
-def distance(batch: Batch, errors: Tensor, omega: Sequence[float] | None) -> Tensor:
+def distance(batch: Batch, squares: Tensor, omega: Sequence[float] | None) -> Tensor:
     """sqrt(sum of ||x - sg[xhat_m]||^2), weighted over levels: how far all of x is from its codes.
 
-    errors [N, M] are those of `functional.squared_errors` with commitment 1. The gradient by x has a length of at most
-    1, and is 0 at distance 0.
+    squares [N, M] = ||x - sg[xhat_m]||^2. The gradient by x has a length of at most 1, and is 0 at distance 0.
     """
-    squares = errors - errors.detach() / 2
     total = _sum(squared(batch, squares, omega, "row")) * batch.x.shape[1]
     return torch.where(total > 0, total, 1).sqrt() * (total > 0)
 
 
 class Pulled(torch.autograd.Function):
-    """(hard [N, D] with the gradient of `through` [N, D], loss): see docs/math.md, section 2, on the pull.
+    """hard [N, D] with the gradient of `through` [N, D], which also lowers `distance`: see docs/math.md on the pull."""
 
-    A gradient of the first output also lowers `distance`, by PULL times its own length, and the gradient of the loss is
-    dropped. Without one, the loss has its gradient.
-    """
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(hard: Tensor, through: Tensor, distance: Tensor, loss: Tensor) -> tuple[Tensor, Tensor]:
-        """The values of hard and loss."""
-        return hard + (through - through), loss.clone()  # not finite where x is not
+    def forward(hard: Tensor, through: Tensor, distance: Tensor, pull: float) -> Tensor:
+        """The values of hard; not finite where `through` is not."""
+        return hard + (through - through)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
-        """Nothing is kept."""
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
+        """Keeps how strong the pull is, relative to the gradient."""
+        ctx.pull, ctx.dtype = inputs[3], inputs[2].dtype
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
-        """Gradients of through, distance and loss."""
-        through, loss = gradients
-        length = torch.linalg.vector_norm(through, dtype=torch.float64)
-        return None, through, (PULL * length).to(loss.dtype), loss * (length == 0)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor, None]:
+        """Gradients of `through` and `distance`."""
+        length = torch.linalg.vector_norm(gradient, dtype=torch.float64)
+        return None, gradient, (ctx.pull * length).to(ctx.dtype), None
 
 
 def paper(

@@ -22,7 +22,9 @@ from .parameters import LayerParameters
 # gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). By
 # benchmarks/ablation_gamma.py, training with less than 4 pulls codewords together; more than 4 changes little.
 GAMMA_C = 4.0
-COMMITMENT = 1.0  # where the loss has to move x: see `commitment`
+COMMITMENT = 1.0  # without a pull
+ANCHOR = 0.02  # with a pull, which depends on no scale: the commitment then only keeps x from growing
+PULL = 0.2  # of x to its approximation, relative to the gradient of `quantized`
 _FEW = 4  # vectors per codeword below which k-means finds little
 _MAX_LEVELS = 1 << 16  # that a file may claim
 
@@ -40,9 +42,9 @@ class RecurrentQuantizer(LayerParameters):
 
     loss: "squared" is the mean squared error after each level; "paper" has the hard, soft and joint errors of the
     paper, with their `weights`. update: "ema" makes codebook, scale and offset running averages, which forward changes
-    in training mode, "gradient" (always with loss="paper") parameters. commitment: how strongly the squared loss pulls
-    x to its approximation. None: the gradient of `quantized` does, in proportion to its own length, instead of the
-    loss; where it cannot, because of update="gradient" or because `quantized` is not used, the loss does by 1. scale:
+    in training mode, "gradient" (always with loss="paper") parameters. pull: how strongly the gradient of `quantized`
+    pulls x to its approximation in training mode, relative to its own length; only with update="ema", 0.2 by default.
+    commitment: how strongly the squared loss does; by default 0.02, or 1 without a pull. scale:
     "shared" scales level m by w**m with w learned, "per_level" learns levels - 1 factors. offset: learn a vector that
     is subtracted first. level_weights [levels]: of the levels in each error. init: "kmeans" initialises the codebook
     from the first training batch. gradient: of `quantized` with respect to x. joint belongs to the paper's loss, gamma
@@ -61,6 +63,7 @@ class RecurrentQuantizer(LayerParameters):
         *,
         loss: str = "squared",
         commitment: float | None = None,
+        pull: float | None = None,
         update: str | None = None,
         scale: str = "shared",
         offset: bool = True,
@@ -93,9 +96,13 @@ class RecurrentQuantizer(LayerParameters):
         if loss == "paper" and update == "ema":
             checks.fail(op, "update", '"gradient" unless loss="squared"', repr(update))
         update = update or ("ema" if loss == "squared" else "gradient")
+        if pull is not None and update != "ema":
+            checks.fail(op, "pull", 'left out unless update="ema"', repr(pull))
         super().__init__(dim, codewords, levels, free_scale=scale == "per_level", offset=offset, update=update)
         self.loss, self.joint, self.init, self.gradient = loss, joint, init, gradient
-        self.commitment = None if commitment is None else checks.commitment(op, commitment)
+        self.pull = 0.0 if update != "ema" else checks.commitment(op, PULL if pull is None else pull, "pull")
+        default = ANCHOR if self.pull else COMMITMENT
+        self.commitment = checks.commitment(op, default if commitment is None else commitment)
         self.weights = checks.weights(op, (1.0, 1.0, 1.0) if weights is None else weights)
         self.level_weights = checks.level_weights(op, level_weights, levels)
         self.fixed_gamma = None if gamma is None else float(gamma)
@@ -125,8 +132,8 @@ class RecurrentQuantizer(LayerParameters):
     ) -> QuantizerOutput:
         """x [..., dim] -> (quantized [..., dim], codes [..., levels] int64, loss scalar).
 
-        quantized has the values of the decoded codes and the gradient chosen by `gradient`, to which the pull of
-        `commitment=None` is added in training mode. levels: runs fewer levels;
+        quantized has the values of the decoded codes and the gradient chosen by `gradient`, plus, in training mode, the
+        pull. levels: runs fewer levels;
         a tensor [...] has a number for each vector, codes being those of all levels. mask [...] bool: vectors that are
         False stay as they are, have code -1 and do not count in the loss. reduction: "row" gives the loss of every
         vector [...], "level" that of every level [levels]. reconstruct=False skips `quantized`, which is cheaper if
@@ -153,12 +160,17 @@ class RecurrentQuantizer(LayerParameters):
         omega = None if self.level_weights is None else self.level_weights[:L]
         batch = objective.Batch(flat, lengths, counted)
         if self.loss == "squared":
-            commitment = COMMITMENT if self.commitment is None else self.commitment
-            found = functional.squared_errors(flat, *codec.tensors()[:2], offset=self.offset, commitment=commitment)
-            loss, chosen = objective.squared(batch, found.errors, omega, reduction), found.codes
+            weight = 1.0 if self.pull else self.commitment
+            errors, chosen = functional.squared_errors(
+                flat, *codec.tensors()[:2], offset=self.offset, commitment=weight
+            )
+            squares = errors - weight / (1 + weight) * errors.detach()
+            if self.pull:  # the codec has no gradient
+                errors = squares.detach() + self.commitment * squares
+            loss = objective.squared(batch, errors, omega, reduction)
             if follows:
-                weights = objective.level_weights(batch, omega, found.errors).expand_as(found.errors)
-                self._follow(flat.detach(), found.codes, found.errors.detach() / (1 + commitment), codec, weights)
+                weights = objective.level_weights(batch, omega, errors).expand_as(errors)
+                self._follow(flat.detach(), chosen, squares.detach(), codec, weights)
         else:
             loss, chosen = objective.paper(batch, codec, self.gamma, self.weights, omega, self.joint, reduction)
         codes = chosen if counted is None else torch.where(counted[:, None], chosen, -1)
@@ -171,9 +183,9 @@ class RecurrentQuantizer(LayerParameters):
         through = flat
         if self.gradient == "soft":
             through = functional.quantize(flat, *codec.tensors()[:2], gamma=self.gamma, offset=self.offset).soft
-        if self.commitment is None and self.update == "ema" and self.training:
-            distance = objective.distance(batch, found.errors, omega)
-            quantized, loss = objective.Pulled.apply(hard, through, distance, loss)
+        if self.pull and self.training:
+            distance = objective.distance(batch, squares, omega)
+            quantized = objective.Pulled.apply(hard, through, distance, self.pull)
         else:
             quantized = hard + (through - through.detach())  # adds an exact zero that has the gradient
         quantized = quantized.reshape(x.shape)
@@ -431,6 +443,7 @@ class RecurrentQuantizer(LayerParameters):
             "gradient": self.gradient,
             "loss": self.loss,
             "commitment": self.commitment if self.loss == "squared" else None,
+            "pull": self.pull if self.update == "ema" else None,
             "update": self.update,
         }
 

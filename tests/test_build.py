@@ -79,13 +79,15 @@ def test_what_is_wrong_is_said_in_one_sentence(x):
         ({"bits": 12}, ValueError, "build: bits must be a multiple of 8, got 12"),
         ({"bits": 0}, ValueError, "build: bits must be an integer from 8 to"),
         ({"metric": "cos"}, ValueError, "build: metric must be one of"),
-        ({"vectors": "float8"}, ValueError, "Index: vectors must be one of"),
+        ({"vectors": "float8"}, ValueError, "build: vectors must be one of"),
         ({"ids": range(3)}, ValueError, "build: ids must be 20 numbers, one per vector, got 3"),
         ({"sample": 0}, ValueError, "build: sample must be"),
     ]
     for options, kind, words in cases:
         with pytest.raises(kind, match=words):
             Index.build(x[:20], **{"bits": 8, "seed": 0, **options})
+    with pytest.raises(ValueError, match="build: ids must be"):
+        Index.build(x[:20] * torch.nan, ids=[1])  # before anything is fitted
     for bad, words in ((x[0], r"x must be \[N, D\]"), (x[:0], "at least one vector"), (x * torch.nan, "finite")):
         with pytest.raises(ValueError, match=words):
             Index.build(bad, bits=8)

@@ -141,6 +141,22 @@ def test_damaged_lists_are_refused(index, x, tmp_path):
         Index.load(tmp_path / "b.drq")
 
 
+def test_filters_and_large_k_look_at_all_lists(index, x):
+    """Few of the ids to keep, or fewer than k vectors, may be in the lists nearest to a query."""
+    query = -x[:40]
+    for keep in ([10, 20, 30], torch.arange(3000) % 100 == 0):
+        found = index.search(query, k=3, keep=keep)
+        assert torch.equal(found.ids, index.search(query, k=3, keep=keep, probes=L).ids)
+        assert found.ids.min() >= 0
+    monkeyed = Index(
+        index.codec, index.metric, centroids=index._coarse.centroids[:1].repeat(40, 1) + index.codec.offset
+    )
+    monkeyed.add(x[:100])  # all in the first list, and 16 of 40 lists are looked at
+    assert monkeyed.search(query, k=100).ids.min() >= 0
+    assert index.search(query, k=2500).ids.min() >= 0
+    assert index.search(query, k=2500, probes=1).ids.min() == -1
+
+
 def test_centroids_of_the_user(x):
     codec = Codec(torch.randn(16, D), 0.5 ** torch.arange(3), x.mean(dim=0))
     index = Index(codec, centroids=x[:5].numpy())

@@ -73,15 +73,41 @@ def test_the_gradient_of_quantized_pulls_x_to_its_approximations(weights):
     assert pull.norm() < 0.2 * given.norm()
 
 
-def test_the_pull_has_the_units_of_the_gradient_and_takes_the_place_of_the_loss():
-    given = torch.randn(50, D, generator=torch.Generator().manual_seed(1))
+def test_the_pull_has_the_units_of_the_gradient_and_adds_to_the_loss():
+    given, nothing = torch.randn(50, D, generator=torch.Generator().manual_seed(1)), torch.zeros(50, D)
     _, _, gradient = pulled(given)
     torch.testing.assert_close(pulled(1000 * given)[2], 1000 * gradient)
-    assert torch.equal(pulled(given, weight=7.0)[2], gradient)
-    _, _, of_loss = pulled(torch.zeros(50, D), weight=7.0)
-    torch.testing.assert_close(of_loss, pulled(torch.zeros(50, D), weight=7.0, commitment=1.0)[2])
+    of_loss = pulled(nothing, weight=7.0)[2]
     assert of_loss.norm() > 0
-    assert torch.equal(pulled(given, commitment=0.0)[2], given)
+    torch.testing.assert_close(pulled(given, weight=7.0)[2], gradient + of_loss)
+    torch.testing.assert_close(50 * of_loss, pulled(nothing, weight=7.0, pull=0.0)[2])  # commitment 0.02 and 1
+    assert torch.equal(pulled(given, pull=0.0)[2], given)
+    torch.testing.assert_close(pulled(given, pull=0.4)[2] - given, 2 * (gradient - given), rtol=1e-4, atol=1e-5)
+    for options in ({"pull": -1}, {"pull": "0.2"}, {"pull": 0.2, "update": "gradient"}, {"pull": 0, "loss": "paper"}):
+        with pytest.raises(ValueError, match="RecurrentQuantizer: pull must be"):
+            RecurrentQuantizer(D, K, M, **options)
+
+
+def test_the_commitment_beside_the_pull_keeps_latents_from_growing():
+    """The pull has no scale of its own: without a commitment, x grows for as long as it is trained."""
+
+    def sizes(**options) -> list[float]:
+        torch.manual_seed(0)
+        encoder, decoder, layer = nn.Linear(D, D), nn.Linear(D, D), RecurrentQuantizer(D, K, M, **options)
+        optimiser = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.1)
+        x, found = data() / 4, []
+        for step in range(1500):
+            quantized, _, loss = layer(encoder(x))
+            optimiser.zero_grad()
+            ((decoder(quantized) - x).square().mean() + loss).backward()
+            optimiser.step()
+            if step in (749, 1499):
+                found.append(float(encoder(x).detach().std()))
+        return found
+
+    free, held = sizes(commitment=0.0), sizes()
+    assert free[1] > 1.3 * free[0]
+    assert held[1] < 1.25 * held[0]
 
 
 def test_nothing_pulls_masked_vectors_nor_exact_hits():

@@ -14,6 +14,7 @@ from drq_fast import Codec, Index, RecurrentQuantizer, backends
 from drq_fast.backends import plain_torch
 from drq_fast.backends.native import extension
 from drq_fast.backends.types import Stored
+from drq_fast.codec import directions
 from drq_fast.files import FileError
 from drq_fast.index.vectors import DTYPES, empty, stored_as
 
@@ -50,7 +51,9 @@ def test_with_all_candidates_the_search_is_exact_on_the_stored_vectors(x, codec,
     index = Index(codec, metric, vectors=kind)
     index.add(x)
     stored = index._rows.content.stored().floats(torch.arange(N))
-    torch.testing.assert_close(stored, x, rtol=1e-3, atol={"float32": 0, "float16": 1e-3, "int8": 0.2}[kind])
+    given = directions(x) if metric == "cosine" else x
+    error = {"float32": 0, "float16": 1e-3, "int8": 1 / 127}[kind]
+    torch.testing.assert_close(stored, given, rtol=1e-3, atol=error * float(given.abs().max()))
     scores, ids = index.search(x[:40] + 0.1, k=10, refine=N)
     assert torch.equal(ids, exact(x[:40] + 0.1, stored, metric, 10))
     if metric == "l2":
@@ -192,6 +195,18 @@ def test_copies_have_vectors_of_their_own(x, codec):
         assert torch.equal(other.search(x[:5], refine=50).ids, index.search(x[:5], refine=50).ids)
 
 
+@pytest.mark.parametrize("kind", [*DTYPES, None])
+def test_lengths_do_not_matter_to_cosine(x, codec, kind):
+    lengths = 10.0 ** torch.linspace(-30, 30, N)[:, None]
+    index = Index(codec, "cosine", vectors=kind)
+    index.add(x * lengths)
+    own = x * lengths if kind is None else None
+    found = index.search(x[:30] + 0.1, k=5, refine=N, vectors=own)
+    wanted = exact(x[:30] + 0.1, x, "cosine", 5)
+    assert (found.ids == wanted).float().mean() > (0.7 if kind == "int8" else 0.97)
+    assert found.scores.max() < 1.0001
+
+
 def test_fewer_vectors_than_asked_for(x, codec):
     index = Index(codec, vectors="float32")
     assert index.search(x[:2], k=3, refine=10).ids.tolist() == [[-1] * 3] * 2
@@ -219,6 +234,7 @@ def test_what_is_wrong_is_said_in_one_sentence(x, codec, tmp_path):
         (lambda: index.add_codes(codec.encode(x[:1])), RuntimeError, "keeps vectors beside their codes; use add"),
         (lambda: Index(codec, vectors="int4"), ValueError, "vectors must be one of"),
         (lambda: index.add(x[:1] * 1e6), ValueError, "x must be finite"),
+        (lambda: index.add(x[:1] * 1e-8), ValueError, "x must be 0 or at least 0.0001 somewhere in each vector"),
     ]
     for use, kind, words in cases:
         with pytest.raises(kind, match=words) as caught:

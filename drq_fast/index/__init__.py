@@ -105,12 +105,15 @@ class Index(Storage):
         >>> scores, ids = index.search(query, k=10, recall=0.95)
         """
         place = checks.device("build", device, torch.device("cpu"))
+        tune = checks.boolean("build", "tune", tune)
+        if vectors is not None:
+            checks.choice("build", "vectors", vectors, tuple(stored_vectors.DTYPES))
+        given = None if ids is None else checked_ids("build", ids, place)
+        if given is not None and len(given) != len(x):
+            checks.fail("build", "ids", f"{len(x)} numbers, one per vector", len(given))
         codec, centroids = fitted(x, bits, metric, lists, beam, sample, seed, place)
         index = cls(codec, metric, vectors=vectors, centroids=centroids)
         rows = index._vectors("build", "x", x)
-        given = None if ids is None else checked_ids("build", ids, place)
-        if given is not None and len(given) != len(rows):
-            checks.fail("build", "ids", f"{len(rows)} numbers, one per vector", len(given))
         with tqdm(total=len(rows), desc="add", unit="vectors", delay=2, disable=None, leave=False) as bar:
             for first in range(0, len(rows), _ADDED):
                 part = slice(first, first + _ADDED)
@@ -118,7 +121,7 @@ class Index(Storage):
                 bar.update(len(rows[part]))
         if index._coarse is not None:
             index._put_in_order()
-        if checks.boolean("build", "tune", tune) and len(rows) > 1:
+        if tune and len(rows) > 1:
             index._tuning = tuning.by_own_vectors(index, rows, given, seed)
         return index
 
@@ -158,7 +161,8 @@ class Index(Storage):
         levels: use only the first so many levels of every code. keep: only these ids, or a bool array indexed by id;
         ids that are not in the index are passed over. recall: the share of the true k nearest to be found, above 0 and
         up to 1; takes the cheapest probes and refine that reached it on sample queries (see `tuning`). probes: how many
-        lists each query looks at, the nearest ones; by default one of 16, and at least 16. refine: the so many best by
+        lists each query looks at, the nearest ones; by default one of 16, at least 16, and all of them with `keep` or
+        where these have fewer than k vectors. refine: the so many best by
         codes are scored again by the vectors themselves, those of the index or the rows of `vectors` [n, dim], by id,
         which may be a memory map. Equal scores come oldest first, with lists in the order of the lists. Where fewer
         than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that
@@ -167,14 +171,22 @@ class Index(Storage):
         single = getattr(query, "ndim", 2) == 1
         values = self._vectors("search", "query", query[None] if single else query)
         k = checks.integer("search", "k", k, 1, min(max(self._rows.size, _PADDED), checks.MAX_RESULTS))
+        chosen = probes is not None
         if recall is not None:
             probes, refine = self._setting(recall, k, levels, probes, refine)
         given = None if vectors is None else stored_vectors.Given(vectors, self.dim)
         candidates = k if refine is None and given is None else self._candidates(refine, k, given)
-        probes = self._probes(probes)
+        probes = self._probes(probes) if keep is None or chosen else self.lists  # a filter may leave little in a list
         searched = self._snapshot(checks.levels("search", levels, self._codec.levels), keep)
         rows = searched.rows
-        scores, found = searched.scan(values, min(candidates, max(rows.size, 1)), probes)
+        most = min(candidates, max(rows.size, 1))
+        scores, found = searched.scan(values, most, probes)
+        if not chosen and probes != self.lists and bool((few := found[:, -1] < 0).any()):  # the lists had too few
+            again = searched.scan(values[few.to(values.device)], most, self.lists)
+            scores, found = (
+                scores.masked_scatter(few[:, None], again.scores),
+                found.masked_scatter(few[:, None], again.positions),
+            )
         if refine is not None and rows.size:
             scores, found = self._refined(values, found, rows, min(k, found.shape[1]), given)
         if found.shape[1] < k:
@@ -257,9 +269,8 @@ class Index(Storage):
             checks.fail("search", "recall", "given without levels, probes and refine", "one of them too")
         if self._tuning is None:
             raise RuntimeError("search: recall needs an index that was tuned; call index.tune(query).")
-        setting = self._tuning.cheapest(recall, k)
-        refine = setting.refine
-        return setting.probes, refine if refine is None else min(refine, max(k, self._rows.size))
+        setting = self._tuning.cheapest(recall, k, len(self))
+        return setting.probes, setting.refine
 
     def _candidates(self, refine: int | None, k: int, given: stored_vectors.Given | None) -> int:
         """The checked number of candidates to score again."""

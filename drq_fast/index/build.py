@@ -7,10 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, functional
 from .. import fit as fitting
 from ..codec import Codec, directions
-from ..quantizer import RecurrentQuantizer
 from . import coarse
 
 _CODEWORDS = 256  # a byte per level
@@ -47,20 +46,25 @@ def fitted(
         checks.fail("build", "x", "[N, D] with at least one vector", checks.shape_of(values))
     count = _list_count(lists, len(values))
     rows = fitting.sample_size(_CODEWORDS) if sample is None else checks.integer("build", "sample", sample, 1)
-    generator = fitting.seeded(checks.seed("build", seed))
+    seed, beam = checks.seed("build", seed), checks.beam("build", beam)
+    generator = fitting.seeded(seed)
     drawn = fitting.sample(values, max(rows, coarse.sample_size(count or 0)), values.shape[1], generator)
     checks.finite("build", "x", drawn)
+    checks.squarable("build", "x", drawn)
     unit, some = metric == "cosine", drawn.to(device)
     some = directions(some) if unit else some
-    layer = RecurrentQuantizer(values.shape[1], _CODEWORDS, bits // 8, offset=count is None).to(device)
-    if count is None:
-        layer.fit(some, beam=beam, seed=seed)
-        return Fitted(Codec(*layer.codec().tensors(), unit=unit), None)
-    mean = some.mean(dim=0)
-    some = some - mean
-    centroids = coarse.centroids_of(some, count, generator)
-    layer.fit(coarse.residuals(some[:: -(-len(some) // rows)], centroids), beam=beam, seed=seed)
-    return Fitted(Codec(layer.codebook, layer.scale, mean, unit=unit), centroids + mean)
+    mean, centroids = None, None
+    if count is not None:
+        mean = some.mean(dim=0)
+        some = some - mean
+        centroids = coarse.centroids_of(some, count, generator)
+        some, centroids = coarse.residuals(some[:: -(-len(some) // rows)], centroids), centroids + mean
+    levels = bits // 8
+    omega = some.new_tensor(functional.default_weights(levels))
+    options = {"offset": count is None, "omega": omega, "beam": beam, "seed": seed, "interruptible": False}
+    found = fitting.fit(some, _CODEWORDS, levels, **options)  # type: ignore[arg-type]
+    codec = Codec(found.codebook, found.scale, found.offset if mean is None else mean, unit=unit)
+    return Fitted(codec, centroids)
 
 
 def _list_count(lists: int | str | None, N: int) -> int | None:

@@ -47,7 +47,8 @@ class Coarse:
             codes = functional.encode_checked(h - self.centroids[lists], self.residual, beam, omega)
             parts.append((codes, lists.to(self.dtype)))
         if not parts:
-            return Content(torch.empty(0, codec.levels, dtype=torch.uint8), torch.empty(0, dtype=self.dtype))
+            codes = torch.empty(0, codec.levels, dtype=torch.uint8, device=codec.device)
+            return Content(codes, torch.empty(0, dtype=self.dtype, device=codec.device))
         codes, lists = (torch.cat(each) for each in zip(*parts, strict=True))
         return Content(codes, lists)
 
@@ -101,7 +102,7 @@ def centred(x: Tensor, codec: Codec) -> Tensor:
 
 
 def sample_size(lists: int) -> int:
-    """How many vectors `centroids` needs."""
+    """How many vectors `centroids_of` needs."""
     return _PER_LIST * lists
 
 

@@ -42,7 +42,7 @@ class Searched(NamedTuple):
             return found
         late = _scan(query, k, self.tail, probes)
         rows = self.tail_rows[late.positions.clamp_min(0)].where(late.positions >= 0, -1)
-        return best_of((found.scores, late.scores), (found.positions, rows), k, self.database.metric)
+        return best_of((found, SearchResult(late.scores, rows)), k, self.database.metric)
 
 
 def searched_rows(rows: Rows, length: int, codec: Codec, metric: str, coarse: Coarse | None, known: Norms) -> Searched:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import checks, modes
 from ..backends.torch import numbers
-from ..codec import Array, Codec
+from ..codec import Array, Codec, directions
 from . import file
 from . import vectors as stored_vectors
 from .coarse import Coarse
@@ -260,6 +260,7 @@ class Storage:
             coded = (
                 Content(self.codec.encode(values, beam)) if self._coarse is None else self._coarse.encode(values, beam)
             )
+            values = directions(values.float()) if kept is not None and self.metric == "cosine" else values
             vectors = (None, None) if kept is None else stored_vectors.stored_as(op, values, kept)
         return Content(coded.codes, coded.lists, *vectors)
 

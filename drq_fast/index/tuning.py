@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,6 +12,7 @@ from tqdm import tqdm
 from .. import checks
 from .. import fit as fitting
 from ..backends.torch import best_of, rank
+from ..backends.types import SearchResult
 from ..codec import directions
 from .rows import Rows
 
@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 _QUERIES = 1000  # drawn where none are given
 _NEIGHBOURS = 10  # that are looked for then
-_CANDIDATES = (1, 2, 4, 8, 16, 32, 64)  # times k
+_CHANGED = 1.5  # times more or fewer vectors than were measured with
+_CANDIDATES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # times k
+_BLOCK = 256  # queries that are compared with all vectors at a time
 _REFINED = 32.0  # codes that are scanned in the time that takes one candidate to be scored again, about
 _ROWS = 1 << 16  # vectors that are compared with all queries at a time
 
@@ -36,24 +38,34 @@ class Setting(NamedTuple):
 
 
 class Tuning(NamedTuple):
-    """The settings that found more than all cheaper ones, cheapest first, measured with `queries` queries for k."""
+    """The settings that found more than all cheaper ones, cheapest first, measured with `queries` queries for k.
+
+    size: how many vectors the index had.
+    """
 
     k: int
     queries: int
+    size: int
     settings: tuple[Setting, ...]
 
-    def cheapest(self, recall: float, k: int) -> Setting:
-        """The cheapest setting that reached a recall; its candidates are for k results."""
-        for setting in self.settings:
+    def cheapest(self, recall: float, k: int, size: int) -> Setting:
+        """The cheapest setting that reached a recall, for k results from an index of this size."""
+        if k > self.k:
+            checks.fail("search", "k", f"at most {self.k} with recall, which was measured for that; call index.tune", k)
+        if not self.size / _CHANGED <= size <= self.size * _CHANGED:
+            changed = f"recall was measured with {self.size} vectors, and the index has {size}"
+            raise RuntimeError(f"search: {changed}; call index.tune(query).")
+        # The nearest of k are found more often than the others if candidates are scored again, else perhaps not.
+        settings = [each for each in self.settings if each.refine is not None or k == self.k]
+        for setting in settings:
             if setting.recall >= recall:
-                refine = setting.refine
-                return setting._replace(refine=None if refine is None else max(k, math.ceil(refine * k / self.k)))
-        most = self.settings[-1].recall if self.settings else 0.0
+                return setting
+        most = max((setting.recall for setting in settings), default=0.0)
         checks.fail("search", "recall", f"at most {most:.4f}, the highest that was measured", recall)
 
     def as_json(self) -> dict[str, Any]:
         """What a file holds."""
-        return {"k": self.k, "queries": self.queries, "settings": [list(setting) for setting in self.settings]}
+        return self._asdict() | {"settings": [list(setting) for setting in self.settings]}
 
 
 def from_json(value: Any, lists: int | None) -> Tuning:
@@ -69,8 +81,8 @@ def from_json(value: Any, lists: int | None) -> Tuning:
         if not (isinstance(recall, float) and 0 <= recall <= 1 and isinstance(cost, float) and cost >= 0):
             checks.fail("load", "tuning", "recall from 0 to 1 and cost >= 0", (recall, cost))
         settings.append(Setting(probes, refine, recall, cost))
-    k, queries = (checks.integer("load", name, value[name], 1) for name in ("k", "queries"))
-    return Tuning(k, queries, tuple(settings))
+    k, queries, size = (checks.integer("load", name, value[name], 1) for name in ("k", "queries", "size"))
+    return Tuning(k, queries, size, tuple(settings))
 
 
 def by_own_vectors(index: Index, x: Tensor, ids: Tensor | None, seed: int | None) -> Tuning:
@@ -107,14 +119,15 @@ def _tuned(index: Index, search: Callable[[int | None, int | None], Tensor], tru
     choices = list(_choices(index.lists, len(index), k, index.vectors is not None))
     tried = []
     for probes, refine, cost in tqdm(choices, desc="tune", unit="settings", delay=2, disable=None, leave=False):
-        recall = (truth[:, :, None] == search(probes, refine)[:, None]).any(dim=2).double().mean()
+        found = search(probes, refine)
+        recall = torch.stack([torch.isin(a, b).double().mean() for a, b in zip(truth, found, strict=True)]).mean()
         tried.append(Setting(probes, refine, float(recall), cost))
     best, front = -1.0, []
     for setting in sorted(tried, key=lambda each: (each.cost, -each.recall)):
         if setting.recall > best:
             best = setting.recall
             front.append(setting)
-    return Tuning(k, queries, tuple(front))
+    return Tuning(k, queries, len(index), tuple(front))
 
 
 def _choices(lists: int | None, size: int, k: int, refines: bool) -> Iterator[tuple[int | None, int | None, float]]:
@@ -126,7 +139,8 @@ def _choices(lists: int | None, size: int, k: int, refines: bool) -> Iterator[tu
         scanned = size if probes is None or lists is None else lists + size * probes / lists
         yield probes, None, float(scanned)
         for factor in _CANDIDATES if refines else ():
-            yield probes, factor * k, scanned + _REFINED * factor * k
+            refine = min(factor * k, size)
+            yield probes, refine, scanned + _REFINED * refine
 
 
 def _without(found: Tensor, own: Tensor, k: int) -> Tensor:
@@ -138,13 +152,16 @@ def _without(found: Tensor, own: Tensor, k: int) -> Tensor:
 def true_neighbours(query: Tensor, x: Tensor, metric: str, k: int) -> Tensor:
     """The k nearest rows [Q, k] of x [N, D], which may be mapped, by the vectors themselves."""
     query = directions(query) if metric == "cosine" else query
-    scores, found = query.new_empty(len(query), 0), torch.empty(len(query), 0, dtype=torch.int64, device=query.device)
+    blocks = query.split(_BLOCK)
+    found: list[SearchResult | None] = [None] * len(blocks)
     for first in range(0, len(x), _ROWS):
         rows = x[first : first + _ROWS].to(query.device, torch.float32)
         rows = directions(rows) if metric == "cosine" else rows
-        some = query @ rows.T
-        if metric == "l2":
-            some = rows.square().sum(dim=1) - 2 * some  # less ||q||^2, which is the same for all
-        order = rank(some, k, metric)
-        scores, found = best_of((scores, some.gather(1, order)), (found, order + first), k, metric)
-    return found
+        for b, block in enumerate(blocks):
+            scores = block @ rows.T
+            if metric == "l2":
+                scores = rows.square().sum(dim=1) - 2 * scores  # less ||q||^2, which is the same for all
+            order = rank(scores, k, metric)
+            new, old = SearchResult(scores.gather(1, order), order + first), found[b]
+            found[b] = new if old is None else best_of((old, new), k, metric)
+    return torch.cat([each.positions for each in found if each is not None])

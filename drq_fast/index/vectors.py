@@ -10,8 +10,10 @@ from torch import Tensor
 
 from .. import backends, checks
 from ..backends.types import SearchResult, Stored
+from ..codec import directions
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+_SMALL = 1e-4  # below which float16 loses digits
 _GATHERED = 1 << 24  # numbers of a user's vectors that are in memory at a time
 
 
@@ -24,6 +26,10 @@ def empty(name: str, dim: int, device: torch.device) -> Stored:
 def stored_as(op: str, x: Tensor, kind: Stored) -> Stored:
     """x [N, D] as `kind` has it. int8: rounded to 127 steps on either side of 0, of a size of its own for each row."""
     dtype, x = kind.values.dtype, x.to(kind.values.device)
+    if dtype is torch.float16:
+        sizes = x.abs().amax(dim=1) if len(x) else x.new_zeros(0)
+        if bool(((sizes > 0) & (sizes < _SMALL)).any()):
+            checks.fail(op, "x", f"0 or at least {_SMALL} somewhere in each vector, for float16", "smaller numbers")
     if dtype is not torch.int8:
         checks.finite(op, "x", x, dtype)
         return Stored(x.to(dtype))
@@ -61,8 +67,9 @@ class Given:
 
     def _refined(self, query: Tensor, positions: Tensor, ids: Tensor | None, metric: str, k: int) -> SearchResult:
         rows, places = positions.clamp_min(0).unique(return_inverse=True)  # in order, so that ties stay in order
-        stored = Stored(self._rows((rows if ids is None else ids[rows]).cpu()).to(query.device, torch.float32))
-        checks.finite("search", "vectors", stored.values)
+        values = self._rows((rows if ids is None else ids[rows]).cpu()).to(query.device, torch.float32)
+        checks.finite("search", "vectors", values)
+        stored = Stored(directions(values) if metric == "cosine" else values)
         scores, found = refined(query, places.where(positions >= 0, -1), stored, metric, k)
         return SearchResult(scores, rows[found.clamp_min(0)].where(found >= 0, -1))
 

@@ -271,9 +271,9 @@ def rank(scores: Tensor, k: int, metric: str) -> Tensor:
     return columns[order[first[:, None] + torch.arange(k, device=scores.device)]]
 
 
-def best_of(scores: Sequence[Tensor], positions: Sequence[Tensor], k: int, metric: str) -> SearchResult:
+def best_of(results: Sequence[SearchResult], k: int, metric: str) -> SearchResult:
     """The k best of several results [Q, n], of different positions each, in the order (score, position)."""
-    all_scores, found = torch.cat(list(scores), dim=1), torch.cat(list(positions), dim=1)
+    all_scores, found = (torch.cat(parts, dim=1) for parts in zip(*results, strict=True))
     order = torch.where(found < 0, torch.iinfo(torch.int64).max, found).argsort(dim=1, stable=True)
     order = order.gather(1, _cost(all_scores.gather(1, order), metric).argsort(dim=1, stable=True))[:, :k]
     return SearchResult(all_scores.gather(1, order), found.gather(1, order))
