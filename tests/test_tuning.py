@@ -33,7 +33,7 @@ def index(request, x) -> Index:
 @pytest.mark.parametrize("wanted", [0.5, 0.9, 0.95, 0.99])
 def test_fresh_queries_find_what_was_asked_for(index, x, wanted):
     truth = 2 * nearest(x[:1000], x[1000:], index.metric) + 1
-    assert recall(index.search(x[:1000], k=10, recall=wanted).ids, truth) > wanted - 0.01
+    assert recall(index.search(x[:1000], k=10, recall=wanted).ids, truth) > wanted - 0.02
 
 
 def test_settings_cost_more_and_find_more(index, x):
@@ -56,7 +56,7 @@ def test_settings_cost_more_and_find_more(index, x):
 def test_fewer_neighbours_are_found_as_often(index, x, k):
     truth = 2 * nearest(x[:1000], x[1000:], index.metric)[:, :k] + 1
     for wanted in (0.8, 0.95):
-        assert recall(index.search(x[:1000], k=k, recall=wanted).ids, truth) > wanted - 0.01
+        assert recall(index.search(x[:1000], k=k, recall=wanted).ids, truth) > wanted - 0.02
 
 
 def test_more_neighbours_or_other_sizes_need_another_measurement(index, x):
