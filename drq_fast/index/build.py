@@ -50,9 +50,9 @@ def fitted(
     generator = fitting.seeded(seed)
     drawn = fitting.sample(values, max(rows, coarse.sample_size(count or 0)), values.shape[1], generator)
     checks.finite("build", "x", drawn)
-    checks.squarable("build", "x", drawn)
     unit, some = metric == "cosine", drawn.to(device)
     some = directions(some) if unit else some
+    checks.squarable("build", "x", some)
     mean, centroids = None, None
     if count is not None:
         mean = some.mean(dim=0)

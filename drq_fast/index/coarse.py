@@ -24,7 +24,7 @@ class Coarse:
 
     def __init__(self, centroids: Tensor, codec: Codec) -> None:
         self.centroids, self.codec = centroids, codec
-        self.nearest = Parameters(centroids, centroids.new_ones(1), None)
+        self.as_codewords = _as_codewords(centroids)
         self.residual = Parameters(codec.codebook, codec.scale, None)
         self.dtype = list_dtype(len(centroids))
 
@@ -43,7 +43,7 @@ class Coarse:
         omega = codec.level_weights or functional.default_weights(codec.levels)
         for some in x.split(max(1, _BLOCK // (codec.dim * beam))):
             h = centred(some.to(codec.device, torch.float32), codec)
-            lists = functional.encode_checked(h, self.nearest, 1, None)[:, 0].long()
+            lists = _nearest(h, self.as_codewords)
             codes = functional.encode_checked(h - self.centroids[lists], self.residual, beam, omega)
             parts.append((codes, lists.to(self.dtype)))
         if not parts:
@@ -108,19 +108,24 @@ def sample_size(lists: int) -> int:
 
 def residuals(h: Tensor, centroids: Tensor) -> Tensor:
     """What the nearest of centroids [L, D] leave of h [n, D]."""
-    return h - centroids[_nearest(h, centroids)]
+    return h - centroids[_nearest(h, _as_codewords(centroids))]
 
 
-def _nearest(h: Tensor, centroids: Tensor) -> Tensor:
+def _as_codewords(centroids: Tensor) -> Parameters:
+    """A codec of one level, whose codes are the numbers of the nearest centroids."""
+    return Parameters(centroids, centroids.new_ones(1), None)
+
+
+def _nearest(h: Tensor, as_codewords: Parameters) -> Tensor:
     """The number [n] of the nearest centroid of h [n, D]."""
-    return functional.encode_checked(h, Parameters(centroids, centroids.new_ones(1), None), 1, None)[:, 0].long()
+    return functional.encode_checked(h, as_codewords, 1, None)[:, 0].long()
 
 
 def centroids_of(h: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """`count` centroids [L, D] of vectors h [n, D] by k-means; lists that nobody belongs to start anew elsewhere."""
     centroids = h[torch.randperm(len(h), generator=generator, device="cpu")[:count].to(h.device)].clone()
     for _ in range(_ROUNDS):
-        lists = _nearest(h, centroids)
+        lists = _nearest(h, _as_codewords(centroids))
         sizes = torch.bincount(lists, minlength=count)
         centroids = torch.zeros_like(centroids).index_add_(0, lists, h) / sizes.clamp_min(1)[:, None]
         empty = (sizes == 0).nonzero().squeeze(1)
