@@ -17,7 +17,7 @@ import torch
 import drq_fast
 from drq_fast import backends
 
-LIBRARIES = ("torch", "numpy", "triton", "faiss-cpu", "vector-quantize-pytorch", "turbovec")
+LIBRARIES = ("torch", "numpy", "triton", "faiss-cpu", "usearch", "vector-quantize-pytorch", "turbovec")
 SETTINGS = ("DRQ_FAST_BACKEND", "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY")
 INSTRUCTIONS = re.compile(r"\b(?:avx2|fma|f16c|avx512\w+|avx_vnni|amx_\w+|asimd\w*|sve\w*)\b")
 

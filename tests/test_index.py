@@ -319,6 +319,21 @@ def test_the_highest_id():
     index.remove([2**62 - 1])
 
 
+def test_ids_take_four_bytes_until_one_needs_more(tmp_path):
+    index = Index(LAYER)
+    index.add(X[:3], ids=[5, 2**31 - 1, 7])
+    assert index._rows.ids.dtype is torch.int32 and index.ids.dtype is torch.int64
+    with pytest.raises(ValueError, match=f"remove: ids must be in the index, got {2**31}, which is not"):
+        index.remove([2**31])
+    index.save(tmp_path / "index")
+    assert Index.load(tmp_path / "index")._rows.ids.dtype is torch.int32
+    index.add(X[3:5], ids=[2**31, 3])
+    assert index._rows.ids.dtype is torch.int64 and index.ids.tolist() == [5, 2**31 - 1, 7, 2**31, 3]
+    index.remove([2**31 - 1])
+    index.save(tmp_path / "index")
+    assert Index.load(tmp_path / "index").ids.tolist() == [5, 7, 2**31, 3]
+
+
 class Model(RuleBasedStateMachine):
     """Any sequence of operations, beside a Python list that does the same the slow way."""
 

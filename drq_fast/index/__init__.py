@@ -192,7 +192,7 @@ class Index(Storage):
         if found.shape[1] < k:
             scores, found = pad_result(scores, found, k, self._metric)
         if rows.ids is not None and rows.size:
-            found = rows.ids[found.clamp_min(0)].where(found >= 0, -1)
+            found = rows.ids_at(found.clamp_min(0)).where(found >= 0, -1)
         if single:
             scores, found = scores[0], found[0]
         return IndexResult(checks.in_kind(scores, query), checks.in_kind(found, query))
@@ -289,7 +289,7 @@ class Index(Storage):
         """The k best of the rows that a scan found [Q, n], by the vectors themselves."""
         query = query.to(self.device, torch.float32)
         if given is not None:
-            return given.refined(query, found, rows.ids, self.metric, k)
+            return given.refined(query, found, rows.ids_at, self.metric, k)
         stored = rows.content.stored()
         assert stored is not None
         return stored_vectors.refined(query, found, stored, self.metric, k)

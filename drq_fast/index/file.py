@@ -15,7 +15,7 @@ from ..backends.torch import numbers
 from ..codec import Codec, from_file
 from .coarse import list_dtype
 from .ids import MAX_ID
-from .rows import Content, Rows, no_rows, with_room
+from .rows import Content, Rows, id_dtype, no_rows, with_room
 from .tuning import Tuning, from_json
 from .vectors import DTYPES
 
@@ -96,6 +96,7 @@ def write(
     parts = {"codebook": codec.codebook, "scale": codec.scale, "offset": codec.offset, "centroids": centroids}
     rows = rows.living()
     tensors = {name: t for name, t in parts.items() if t is not None} | rows.tensors()
+    tensors |= {} if rows.ids is None else {"ids": rows.ids.long()}
     config = {"metric": metric, **codec.settings(), "next_id": rows.next_id, "ordered": rows.ordered}
     config |= {} if tuning is None else {"tuning": tuning.as_json()}
     files.write(path, "index", tensors, config)
@@ -180,5 +181,5 @@ def _rows(content: Content, ordered: int, ids: Tensor | None, config: dict[str, 
         distinct = ids.unique()
         if len(distinct) != len(ids) or (len(ids) and not 0 <= int(distinct[0]) <= int(distinct[-1]) < next_id):
             checks.fail("load", "ids", f"unique and in 0..{next_id - 1}", "others")
-        ids = ids.to(codes.device)
+        ids = ids.to(codes.device, id_dtype(next_id))
     return no_rows(content)._replace(ids=ids, size=len(codes), ordered=ordered, next_id=next_id)

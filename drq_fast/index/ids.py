@@ -71,10 +71,11 @@ class Places(NamedTuple):
         if rows.ids is None:
             places = torch.where(ids < rows.size, ids, -1)
         else:
-            places, ids = torch.full_like(ids, -1), ids.contiguous()
+            places = torch.full_like(ids, -1)
+            sought = ids.clamp_max(torch.iinfo(rows.ids.dtype).max).to(rows.ids.dtype)
             for run in self.runs:  # a later run has the later row of an id that was removed and added again
                 ordered = run.sorted_ids(rows.ids)
-                at = torch.searchsorted(ordered, ids, right=True).sub_(1).clamp_min_(0)
+                at = torch.searchsorted(ordered, sought, right=True).sub_(1).clamp_min_(0)
                 row = at + run.first if run.rows is None else run.rows[at]
                 places = torch.where(ordered[at] == ids, row, places)
         if rows.alive is not None:

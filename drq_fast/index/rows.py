@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     """
 
     content: Content  # [>= size]
-    ids: Tensor | None  # [>= size] int64; None while every id is the number of its row
+    ids: Tensor | None  # [>= size] int32 or, where next_id asks for it, int64; None while they are the rows' numbers
     alive: Tensor | None  # [>= size] bool; None while nothing has been removed
     size: int  # rows in use, including the removed ones
     ordered: int
@@ -64,6 +64,10 @@ class Rows(NamedTuple):
         """What a file holds of them, by name."""
         named = {**self.content._asdict(), "ids": self.ids}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def ids_at(self, positions: Tensor) -> Tensor:
+        """The ids [...] int64 of the rows at positions [...]."""
+        return positions if self.ids is None else self.ids[positions].long()
 
     def codes_alone(self) -> Rows:
         """The same without all that may be large."""
@@ -95,7 +99,7 @@ class Rows(NamedTuple):
     def _at(self, rows: Tensor) -> Rows:
         """The rows at these positions [n]."""
         some = self._map(lambda tensor: tensor[rows])
-        ids = rows if self.ids is None else some.ids
+        ids = rows.to(id_dtype(self.next_id)) if self.ids is None else some.ids
         return some._replace(ids=ids, size=len(rows), generation=self.generation + 1)
 
     def copied(self) -> Rows:
@@ -122,9 +126,10 @@ class Rows(NamedTuple):
         numbered = self.ids is None and (
             len(ids) == 0 or bool((ids == torch.arange(size, end, device=ids.device)).all())
         )
+        next_id = max(self.next_id, int(ids.max()) + 1) if len(ids) else self.next_id
         stored_ids = None if numbered else torch.arange(size, device=ids.device) if self.ids is None else self.ids
         if stored_ids is not None:
-            stored_ids = _extended(stored_ids, size, ids)
+            stored_ids = _extended(stored_ids.to(id_dtype(next_id)), size, ids)
         alive = self.alive
         if len(replaced):
             alive = self.marks().clone().index_fill_(0, replaced, False)
@@ -137,13 +142,18 @@ class Rows(NamedTuple):
             alive=alive,
             size=end,
             removed=self.size - self.living_count() + len(replaced),
-            next_id=max(self.next_id, int(ids.max()) + 1) if len(ids) else self.next_id,
+            next_id=next_id,
         )
 
 
 def no_rows(content: Content) -> Rows:
     """The rows of a new index."""
     return Rows(content, None, None, size=0, ordered=0, removed=0, next_id=0, generation=0)
+
+
+def id_dtype(next_id: int) -> torch.dtype:
+    """How ids below next_id are stored."""
+    return torch.int32 if next_id <= 1 << 31 else torch.int64
 
 
 def _extended(tensor: Tensor, used: int, new: Tensor) -> Tensor:

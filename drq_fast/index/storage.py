@@ -148,7 +148,7 @@ class Storage:
     def ids(self) -> Tensor:
         """All ids in the index [len], oldest first; with lists, in the order of lists."""
         rows = self._readable().codes_alone().living()
-        return torch.arange(rows.size, device=self.device) if rows.ids is None else rows.ids.clone()
+        return rows.ids_at(torch.arange(rows.size, device=self.device))
 
     @property
     def codes(self) -> Tensor:

@@ -110,7 +110,7 @@ def by_queries(index: Index, query: Tensor, rows: Rows, k: int) -> Tuning:
     def found(probes: int | None, refine: int | None) -> Tensor:
         return index.search(query, k, probes=probes, refine=refine).ids
 
-    return _tuned(index, found, truth if rows.ids is None else rows.ids[truth])
+    return _tuned(index, found, rows.ids_at(truth))
 
 
 def _tuned(index: Index, search: Callable[[int | None, int | None], Tensor], truth: Tensor) -> Tuning:

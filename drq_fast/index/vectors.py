@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..codec import directions
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
 _SMALL = 1e-4  # below which float16 loses digits
+IdsAt = Callable[[Tensor], Tensor]  # positions of rows -> their ids
 _GATHERED = 1 << 24  # numbers of a user's vectors that are in memory at a time
 
 
@@ -58,16 +60,16 @@ class Given:
             checks.fail("search", "vectors", wanted, f"{value.dtype} {list(value.shape)}")
         self.value = value
 
-    def refined(self, query: Tensor, positions: Tensor, ids: Tensor | None, metric: str, k: int) -> SearchResult:
-        """`refined`, for the rows of an index that have these ids [N]; None if the id is the number of the row."""
+    def refined(self, query: Tensor, positions: Tensor, ids_at: IdsAt, metric: str, k: int) -> SearchResult:
+        """`refined`, for the rows of an index; ids_at(rows) are their ids."""
         step = max(1, _GATHERED // (positions.shape[1] * query.shape[1]))
         blocks = zip(query.split(step), positions.split(step), strict=True)
-        parts = [self._refined(*block, ids, metric, k) for block in blocks]
+        parts = [self._refined(*block, ids_at, metric, k) for block in blocks]
         return SearchResult(torch.cat([p.scores for p in parts]), torch.cat([p.positions for p in parts]))
 
-    def _refined(self, query: Tensor, positions: Tensor, ids: Tensor | None, metric: str, k: int) -> SearchResult:
+    def _refined(self, query: Tensor, positions: Tensor, ids_at: IdsAt, metric: str, k: int) -> SearchResult:
         rows, places = positions.clamp_min(0).unique(return_inverse=True)  # in order, so that ties stay in order
-        values = self._rows((rows if ids is None else ids[rows]).cpu()).to(query.device, torch.float32)
+        values = self._rows(ids_at(rows).cpu()).to(query.device, torch.float32)
         checks.finite("search", "vectors", values)
         stored = Stored(directions(values) if metric == "cosine" else values)
         scores, found = refined(query, places.where(positions >= 0, -1), stored, metric, k)
