@@ -217,8 +217,8 @@ def usearch() -> Method:
 def methods(D: int) -> dict[str, Method]:
     """By name; codes of the peers take as many bytes as ours, twice and four times as many."""
     return {
-        "drq_fast, 8 bytes + float16": ours(64, "float16"),
-        "drq_fast, 8 bytes + int8": ours(64, "int8"),
+        **{f"drq_fast, {n} bytes + float16": ours(8 * n, "float16") for n in (8, 16)},
+        "drq_fast, 16 bytes + int8": ours(128, "int8"),
         **{f"faiss IVF, PQ{n}x4fs, Refine(SQfp16)": faiss_lists(f"PQ{n}x4fs", "SQfp16") for n in (16, 32, 64)},
         "faiss IVF, PQ32x4fs, Refine(SQ8)": faiss_lists("PQ32x4fs", "SQ8"),
         "faiss IVF, RaBitQfs, Refine(SQfp16)": faiss_lists("RaBitQfs", "SQfp16"),
@@ -244,6 +244,11 @@ def seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
+
+
+def one_by_one(search: Search, query: Array) -> None:
+    for row in query:
+        search(row[None])
 
 
 def best(points: list[Point], recall: float, rate: Callable[[Point], float]) -> Point | None:
@@ -281,7 +286,7 @@ def timed(settings: dict[str, dict[str, Search]], data: Data, rounds: int) -> di
                     recalls[name, setting] = recall_of(search(data.query), data.truth)
                 batch, single = taken.setdefault((name, setting), ([], []))
                 batch.append(seconds(lambda search=search: search(data.query)))
-                single.append(seconds(lambda search=search: [search(row[None]) for row in data.query[:SINGLE]]))
+                single.append(seconds(lambda search=search: one_by_one(search, data.query[:SINGLE])))
         if number == 0:
             chosen = {name: worth_timing(points(name)) for name in settings}
     return {name: points(name) for name in settings}

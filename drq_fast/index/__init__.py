@@ -191,8 +191,8 @@ class Index(Storage):
             scores, found = self._refined(values, found, rows, min(k, found.shape[1]), given)
         if found.shape[1] < k:
             scores, found = pad_result(scores, found, k, self._metric)
-        if rows.ids is not None and rows.size:
-            found = rows.ids_at(found.clamp_min(0)).where(found >= 0, -1)
+        if rows.size:
+            found = rows.ids_at(found)
         if single:
             scores, found = scores[0], found[0]
         return IndexResult(checks.in_kind(scores, query), checks.in_kind(found, query))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -66,8 +67,16 @@ class Rows(NamedTuple):
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def ids_at(self, positions: Tensor) -> Tensor:
-        """The ids [...] int64 of the rows at positions [...]."""
-        return positions if self.ids is None else self.ids[positions].long()
+        """The ids [...] int64 of the rows at positions [...]; -1 stays -1."""
+        if self.ids is None:
+            return positions
+        if positions.device.type == "cpu":  # numpy takes a quarter of the time for the results of one query
+            rows = positions.numpy()
+            ids = self.ids.numpy().take(rows, mode="clip").astype(np.int64)
+            if rows.size and rows.min() < 0:
+                ids[rows < 0] = -1
+            return torch.from_numpy(ids)
+        return self.ids[positions.clamp_min(0)].long().where(positions >= 0, -1)
 
     def codes_alone(self) -> Rows:
         """The same without all that may be large."""

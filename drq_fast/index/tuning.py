@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 _QUERIES = 1000  # drawn where none are given
 _NEIGHBOURS = 10  # that are looked for then
 _CHANGED = 1.5  # times more or fewer vectors than were measured with
-_CANDIDATES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # times k
+_CANDIDATES = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # times k
 _BLOCK = 256  # queries that are compared with all vectors at a time
-_REFINED = 32.0  # codes that are scanned in the time that takes one candidate to be scored again, about
+_REFINED = 500.0  # codes that are scanned in the time that one candidate takes to be selected and scored, about
 _ROWS = 1 << 16  # vectors that are compared with all queries at a time
 
 
@@ -93,7 +93,7 @@ def by_own_vectors(index: Index, x: Tensor, ids: Tensor | None, seed: int | None
     truth = _without(true_neighbours(query, x, index.metric, k + 1), rows, k)
     own = rows if ids is None else ids[rows]
 
-    def found(probes: int | None, refine: int | None) -> Tensor:
+    def found(k: int, probes: int | None, refine: int | None) -> Tensor:
         refine = None if refine is None else refine + 1
         return _without(index.search(query, k + 1, probes=probes, refine=refine).ids, own, k)
 
@@ -107,40 +107,60 @@ def by_queries(index: Index, query: Tensor, rows: Rows, k: int) -> Tuning:
     x = stored.values if stored.steps is None else stored.floats(torch.arange(rows.size, device=index.device))
     truth = true_neighbours(query, x, index.metric, k)
 
-    def found(probes: int | None, refine: int | None) -> Tensor:
+    def found(k: int, probes: int | None, refine: int | None) -> Tensor:
         return index.search(query, k, probes=probes, refine=refine).ids
 
     return _tuned(index, found, rows.ids_at(truth))
 
 
-def _tuned(index: Index, search: Callable[[int | None, int | None], Tensor], truth: Tensor) -> Tuning:
-    """Tries settings: search(probes, refine) -> ids [Q, k], compared with the true neighbours [Q, k]."""
-    queries, k = truth.shape
-    choices = list(_choices(index.lists, len(index), k, index.vectors is not None))
-    tried = []
-    for probes, refine, cost in tqdm(choices, desc="tune", unit="settings", delay=2, disable=None, leave=False):
-        found = search(probes, refine)
-        recall = torch.stack([torch.isin(a, b).double().mean() for a, b in zip(truth, found, strict=True)]).mean()
-        tried.append(Setting(probes, refine, float(recall), cost))
+def _tuned(index: Index, search: Callable[[int, int | None, int | None], Tensor], truth: Tensor) -> Tuning:
+    """Tries settings: search(k, probes, refine) -> ids [Q, k], compared with the true neighbours [Q, k].
+
+    Neighbours that are among the n best by codes are found by refine=n, so that one search for each number of probes
+    shows about what all numbers of candidates are good for; those that pay are then measured.
+    """
+    (queries, k), size = truth.shape, len(index)
+    most = min(_CANDIDATES[-1] * k, size) if index.vectors is not None else k
+    counts = [n for n in dict.fromkeys(min(int(factor * k), size) for factor in _CANDIDATES) if n <= most]
+    several = _several_probes(index.lists)
+    expected = []
+    for probes in tqdm(several, desc="tune", unit="searches", delay=2, disable=None, leave=False):
+        scanned = size if probes is None or index.lists is None else index.lists + size * probes / index.lists
+        by_rank = _found_by_rank(search(most, probes, None), truth)
+        expected.append(Setting(probes, None, by_rank[k - 1], float(scanned)))
+        if index.vectors is not None:
+            expected += [Setting(probes, n, by_rank[n - 1], scanned + _REFINED * n) for n in counts]
+    measured = []
+    for setting in tqdm(_front(expected), desc="tune", unit="settings", delay=2, disable=None, leave=False):
+        found = _found_by_rank(search(k, setting.probes, setting.refine), truth)
+        measured.append(setting._replace(recall=found[k - 1]))
+    return Tuning(k, queries, size, tuple(_front(measured)))
+
+
+def _several_probes(lists: int | None) -> list[int | None]:
+    """Powers of 2 and the numbers halfway between them, up to all lists."""
+    if lists is None:
+        return [None]
+    few = sorted({n for i in range(lists.bit_length()) for n in (1 << i, 3 << i) if n < lists})
+    return [*few, lists]
+
+
+def _front(settings: list[Setting]) -> list[Setting]:
+    """Those that find more than all cheaper ones, cheapest first."""
     best, front = -1.0, []
-    for setting in sorted(tried, key=lambda each: (each.cost, -each.recall)):
+    for setting in sorted(settings, key=lambda each: (each.cost, -each.recall)):
         if setting.recall > best:
             best = setting.recall
             front.append(setting)
-    return Tuning(k, queries, len(index), tuple(front))
+    return front
 
 
-def _choices(lists: int | None, size: int, k: int, refines: bool) -> Iterator[tuple[int | None, int | None, float]]:
-    """(probes, refine, cost) of the settings to try, by ascending probes."""
-    several: list[int | None] = [None]
-    if lists is not None:
-        several = [*(1 << i for i in range(lists.bit_length()) if 1 << i < lists), lists]
-    for probes in several:
-        scanned = size if probes is None or lists is None else lists + size * probes / lists
-        yield probes, None, float(scanned)
-        for factor in _CANDIDATES if refines else ():
-            refine = min(factor * k, size)
-            yield probes, refine, scanned + _REFINED * refine
+def _found_by_rank(found: Tensor, truth: Tensor) -> list[float]:
+    """The share of the true neighbours [Q, k] that is among the first 1, 2, ..., n found [Q, n]."""
+    hits = torch.zeros(found.shape[1], dtype=torch.int64, device=found.device)
+    for some, right in zip(found.split(_BLOCK), truth.split(_BLOCK), strict=True):
+        hits += (some[:, :, None] == right[:, None]).any(dim=2).sum(dim=0)
+    return (hits.cumsum(dim=0).double() / truth.numel()).tolist()
 
 
 def _without(found: Tensor, own: Tensor, k: int) -> Tensor:

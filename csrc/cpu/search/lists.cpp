@@ -276,7 +276,7 @@ class ByLists {
       score(q, begin, at);
     }
     while (at < end) {
-      if (best.count != best.k) best.shrink();
+      if (!best.full || best.count - best.k > best.k / 4) best.shrink();
       if (best.full) at = scans[q].run(at, end, next == begin ? at : next);
       const int64_t stop = std::min(end, at + kScored);
       score(q, at, stop);
