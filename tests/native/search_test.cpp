@@ -78,7 +78,7 @@ struct Case {
     metric = static_cast<int>(random.below(3));
     threads = static_cast<int>(random.between(1, 4));
     Q = random.one_of({1, 1, 2, 3, 5, 20, 33, 64, 70});
-    M = random.one_of({1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8, 13, 16, 18});
+    M = random.one_of({1, 2, 3, 4, 4, 4, 5, 6, 7, 8, 8, 12, 13, 16, 18, 24, 33, 64});
     K = random.one_of({1, 2, 7, 16, 64, 100, 255, 256, 256, 256, 257, 300, 1000, 4096});
     if (size < 16) N = random.between(0, 300), Q = random.between(0, 5);
     if (size >= 16) N = random.between(2049, 9000);
@@ -440,12 +440,14 @@ bool every_scan_runs() {
     for (const int metric : {kL2, kIp, kCosine}) {
       const bool cosine = metric == kCosine;
       const Case small(metric, 1, 1000, 4), batch(metric, 64, 20000, 4), quads(metric, 1, 20000, 4);
-      const Case fives(metric, 1, 20000, 5);  // rows that neither `one` nor `bits` can read
+      const Case fives(metric, 1, 20000, 5), many(metric, 1, 20000, 18);  // rows that are not of 1, 2, 4, 8 or 16 bytes
       if (!runs("floats", counts.floats, small, isa) || !runs("batch", counts.batch, batch, isa)) return false;
       if (isa == 2 && !runs("one", counts.one, quads, isa)) return false;
       if (isa == 1 && !cosine && !runs("bits", counts.bits, quads, isa)) return false;
-      if (!cosine && !runs("few", counts.few, fives, isa)) return false;
+      if (isa < 2 && !cosine && !runs("few", counts.few, fives, isa)) return false;
+      if (isa == 2 && (!runs("one", counts.one, fives, isa) || !runs("one", counts.one, many, isa))) return false;
       if (isa == 2 && !runs_in_lists("one", counts.one, quads, isa)) return false;
+      if (isa == 2 && !runs_in_lists("one", counts.one, many, isa)) return false;
       if (isa == 1 && !cosine && !runs_in_lists("bits", counts.bits, quads, isa)) return false;
     }
   }

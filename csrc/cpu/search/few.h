@@ -1,5 +1,5 @@
 // One query: sums the first few levels in floats, after which most codes can be dropped. For codes that neither one.h
-// nor bits.h can take, and for processors without AVX2. Included by files that are compiled once per instruction set;
+// nor bits.h can take. Included by files that are compiled once per instruction set;
 // see simd.h.
 #pragma once
 

@@ -12,10 +12,19 @@ namespace {
 
 #if defined(DRQ_AVX512)
 
-// Bytes 4 group .. 4 group + 3 of 16 rows of kStride bytes (1, 2, 4, 8 or 16), or all that a row has.
+// Bytes 4 group .. 4 group + 3 of 16 rows of kStride bytes (1, 2, 4, 8 or 16), or all that such a row has; kStride is 0
+// for rows of any other length.
 template <int kStride>
-inline __m512i dwords_of(const uint8_t* rows, int group) {
-  if constexpr (kStride == 1) {
+inline __m512i dwords_of(const uint8_t* rows, int group, int stride) {
+  if constexpr (kStride == 0) {
+    const __m256i first8 = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    const __m256i places = _mm256_mullo_epi32(first8, _mm256_set1_epi32(stride));
+    const auto of_eight = [&](int row) {
+      const uint8_t* const from = rows + row * stride + 4 * group;
+      return _mm256_i32gather_epi32(reinterpret_cast<const int*>(from), places, 1);
+    };
+    return _mm512_inserti64x4(_mm512_castsi256_si512(of_eight(0)), of_eight(8), 1);
+  } else if constexpr (kStride == 1) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows)));
   } else if constexpr (kStride == 2) {
     return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows)));
@@ -47,7 +56,7 @@ inline __m512i look_up(const __m512i (&table)[4], __m512i code) {
 // table stays as it is while the limit falls.
 template <int kStride, int kGroups>
 struct One {
-  explicit One(const Search& job) : job(job) {}
+  explicit One(const Search& job) : job(job), stride(static_cast<int>(job.stride)) {}
 
   // Builds the table of a query; false if no code may be dropped.
   bool start(int64_t query, Reservoir& reservoir) {
@@ -90,7 +99,7 @@ struct One {
     const float per_step = high > low ? 255 / (high - low) : 1, whole = largest > 0 ? 127 / largest : 1;
     unit = per_step * whole;
     if (!std::isfinite(whole) || !std::isfinite(unit) || !(unit > 0)) return false;
-    int8_t weights[16] = {};
+    int8_t weights[4 * kGroups] = {};
     for (int64_t m = 0; m < job.M; ++m) {
       weights[m] = static_cast<int8_t>(std::floor(job.scale[m] * whole));
       base += static_cast<double>(job.scale[m]) * low;
@@ -133,7 +142,7 @@ struct One {
     return _mm512_cvttps_epi32(_mm512_min_ps(_mm512_set1_ps(1e9f), added));
   }
 
-  const uint8_t* row(int64_t n) const { return static_cast<const uint8_t*>(job.codes) + n * kStride; }
+  const uint8_t* row(int64_t n) const { return static_cast<const uint8_t*>(job.codes) + n * (kStride ? kStride : stride); }
 
   // Sums of the 64 codes from n on; whether any of them is within the limit.
   template <class Metric>
@@ -142,7 +151,7 @@ struct One {
     for (int i = 0; i < 4; ++i) {
       sums[i] = start<Metric>(n + 16 * i);
       for (int g = 0; g < kGroups; ++g)
-        sums[i] = _mm512_dpbusd_epi32(sums[i], look_up(local, dwords_of<kStride>(row(n + 16 * i), g)), weight[g]);
+        sums[i] = _mm512_dpbusd_epi32(sums[i], look_up(local, dwords_of<kStride>(row(n + 16 * i), g, stride)), weight[g]);
     }
     const __m512i least = _mm512_min_epi32(_mm512_min_epi32(sums[0], sums[1]), _mm512_min_epi32(sums[2], sums[3]));
     return _mm512_cmple_epi32_mask(least, limit) != 0;
@@ -151,7 +160,7 @@ struct One {
   // Always inline: GCC 12 takes a function of prefetches for one without effect.
   template <class Metric>
   __attribute__((always_inline)) void fetch(int64_t n) const {
-    for (int64_t byte = 0; byte < 64 * kStride; byte += 64) __builtin_prefetch(row(n) + byte);
+    for (int64_t byte = 0; byte < 64 * (kStride ? kStride : stride); byte += 64) __builtin_prefetch(row(n) + byte);
     for (int i = 0; i < 4 && Metric::kNorms; ++i) __builtin_prefetch(job.norms + n + 16 * i);
   }
 
@@ -199,8 +208,8 @@ struct One {
       uint16_t same = 0xffff;
       for (int g = 0; g < kGroups; ++g) {
         int32_t four = 0;
-        std::memcpy(&four, row(rejected) + 4 * g, std::min(kStride, 4));
-        same &= _mm512_cmpeq_epi32_mask(dwords_of<kStride>(row(first + 16 * i), g), _mm512_set1_epi32(four));
+        std::memcpy(&four, row(rejected) + 4 * g, kStride ? std::min(kStride, 4) : 4);
+        same &= _mm512_cmpeq_epi32_mask(dwords_of<kStride>(row(first + 16 * i), g, stride), _mm512_set1_epi32(four));
       }
       if (job.norms != nullptr) {
         const __m512 norms = _mm512_loadu_ps(job.norms + first + 16 * i);
@@ -212,6 +221,7 @@ struct One {
   }
 
   const Search& job;
+  const int stride;
   int64_t q = 0;
   Reservoir* best = nullptr;
   __m512i table[4], weight[kGroups];
@@ -222,16 +232,47 @@ struct One {
   int64_t rejected = -1;
 };
 
-// Whether scan_one() supports rows of this length.
-inline bool takes_one(const Search& job) {
+// Whether rows are of a length that takes few instructions to load.
+inline bool is_quick(const Search& job) {
   const int64_t s = job.stride;
   return !job.wide && s >= job.M && (s == 1 || s == 2 || s == 4 || s == 8 || s == 16);
+}
+
+// Whether scan_one() supports the codes.
+inline bool takes_one(const Search& job) {
+  return is_quick(job) || (!job.wide && job.M <= kMaxLevels && job.stride >= job.M && job.stride < 1 << 20);
+}
+
+// How many bytes of a row are read, in dwords, if it is of another length than those of is_quick().
+inline int64_t groups_of(const Search& job) {
+  const int64_t groups = (job.M + 3) / 4;
+  return groups <= 4 ? groups : groups <= 6 ? 6 : groups <= 8 ? 8 : groups <= 12 ? 12 : 16;
 }
 
 // use(One<stride, groups>) as a type that fits the rows; they must be taken by takes_one().
 template <class Use>
 void with_one(const Search& job, const Use& use) {
   const int64_t groups = (job.M + 3) / 4;
+  if (!is_quick(job)) {
+    switch (groups_of(job)) {
+      case 1:
+        return use(Type<One<0, 1>>{});
+      case 2:
+        return use(Type<One<0, 2>>{});
+      case 3:
+        return use(Type<One<0, 3>>{});
+      case 4:
+        return use(Type<One<0, 4>>{});
+      case 6:
+        return use(Type<One<0, 6>>{});
+      case 8:
+        return use(Type<One<0, 8>>{});
+      case 12:
+        return use(Type<One<0, 12>>{});
+      default:
+        return use(Type<One<0, 16>>{});
+    }
+  }
   if (job.stride == 1) return use(Type<One<1, 1>>{});
   if (job.stride == 2) return use(Type<One<2, 1>>{});
   if (job.stride == 4) return use(Type<One<4, 1>>{});
@@ -241,8 +282,10 @@ void with_one(const Search& job, const Use& use) {
   use(Type<One<16, 4>>{});
 }
 
-// Rows are read whole, but the last one of all may end after M codes: where reading must stop.
-inline int64_t readable_rows(const Search& job) { return job.M < job.stride ? job.N - 1 : job.N; }
+// Rows are read whole or in dwords, but the last one of all may end after M codes: where reading must stop.
+inline int64_t readable_rows(const Search& job) {
+  return job.M < (is_quick(job) ? job.stride : 4 * groups_of(job)) ? job.N - 1 : job.N;
+}
 
 // Scans as many codes as it can from `begin` and returns where it stopped.
 inline int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end, Reservoir& best) {
@@ -263,6 +306,7 @@ inline int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end
 
 #else
 
+inline bool is_quick(const Search&) { return false; }
 inline bool takes_one(const Search&) { return false; }
 inline int64_t scan_one(const Search&, int64_t, int64_t begin, int64_t, Reservoir&) { return begin; }
 

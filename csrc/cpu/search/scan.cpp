@@ -19,7 +19,7 @@ bool by_bytes(const Search& job, int64_t count) {
 }
 
 // The number of queries from which a batch is faster than one after the other.
-int64_t worth_a_batch(const Search& job) { return takes_one(job) ? 20 : 3; }
+int64_t worth_a_batch(const Search& job) { return is_quick(job) ? 20 : 3; }
 
 // One query after the other. With several, each scans a block of codes before the next block is read, which is in cache
 // then.
