@@ -167,9 +167,9 @@ class Index(Storage):
         up to 1; takes the cheapest probes and refine that reached it on sample queries (see `tuning`). probes: how many
         lists each query looks at, the nearest ones; by default one of 16, at least 16, and all of them with `keep` or
         where these have fewer than k vectors. refine: the so many best by
-        codes are scored again by the vectors themselves, those of the index or the rows of `vectors` [n, dim], by id,
-        which may be a memory map. Equal scores come oldest first, with lists in the order of the lists. Where fewer
-        than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that
+        codes are scored again by the vectors themselves, those of the index or, if it has none, the rows of `vectors`
+        [n, dim], by id, which may be a memory map. Equal scores come oldest first, with lists in the order of the
+        lists. Where fewer than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that
         is more.
         """
         single = getattr(query, "ndim", 2) == 1
@@ -188,7 +188,8 @@ class Index(Storage):
         rows = searched.rows
         most = min(candidates, max(rows.size, 1))
         scores, found = searched.scan(values, most, probes)
-        if not chosen and probes != self.lists and bool((few := found[:, -1] < 0).any()):  # the lists had too few
+        few = found[:, min(k, most) - 1] < 0  # the lists had fewer than k
+        if not chosen and probes != self.lists and bool(few.any()):
             again = searched.scan(values[few.to(values.device)], most, self.lists)
             scores, found = (
                 scores.masked_scatter(few[:, None], again.scores),
