@@ -20,6 +20,7 @@ from .constants import METRICS as METRICS
 MAX_CODEWORDS = 65536
 MAX_BEAM = 4096  # wider beams have never been worth their memory
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal float32 numbers
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)  # that vectors may consist of
 MAX_RESULTS = (1 << 31) - 1
 
 
@@ -276,7 +277,10 @@ def _from_numpy(op: str, name: str, value: np.ndarray) -> Tensor:
 
 
 def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
-    """A float tensor, or an integer one with `integer=True`, from a tensor or, without copying, a numpy array."""
+    """Vectors, or integers with `integer=True`, from a tensor or, without copying, a numpy array.
+
+    Vectors are floats, or integers of at most 32 bits: callers convert these, some rows at a time, as they do float16.
+    """
     if type(value) is Tensor and value.dtype is torch.float32 and value.layout is torch.strided and not integer:
         return value  # what most calls of a search are given
     if isinstance(value, np.ndarray):
@@ -285,8 +289,17 @@ def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
         fail(op, name, "a torch.Tensor or a numpy array", type(value).__name__, error=TypeError)
     if integer:
         return integers(op, name, value)
-    floating(op, name, value)
+    tensor(op, name, value)
+    if value.dtype in (torch.uint16, torch.uint32):  # which torch supports in few operations
+        return value.to(torch.float32)
+    if not value.is_floating_point() and value.dtype not in INTEGERS:
+        fail(op, name, "floats or integers of at most 32 bits", value.dtype, error=TypeError)
     return value
+
+
+def floats(value: Tensor) -> Tensor:
+    """The tensor itself, or float32 if it has integers."""
+    return value if value.is_floating_point() else value.to(torch.float32)
 
 
 def id_array(op: str, name: str, value: Any) -> Tensor:
@@ -347,13 +360,23 @@ def mask(op: str, value: Any, N: int, device: torch.device) -> None:
         fail(op, "keep", f"on {device}, like the codebook", f"a tensor on {value.device}")
 
 
-def finite(op: str, name: str, value: Tensor, dtype: torch.dtype | None = None) -> None:
-    """No NaN and no infinity, after conversion to `dtype` if given. Reads all values, some rows at a time."""
+def finite(
+    op: str, name: str, value: Tensor, dtype: torch.dtype | None = None, rows: Tensor | range | None = None
+) -> None:
+    """No NaN and no infinity, after conversion to `dtype` if given. Reads all values, some rows at a time.
+
+    rows: the numbers that the rows have in the user's array, if `value` is a part of it.
+    """
+    if not value.is_floating_point():
+        return
     rows_read = 0
     for part in value.split(1 << 16) if value.ndim else (value,):
         good = torch.isfinite(part if dtype is None else part.to(dtype))
         if not bool(good.all()):
-            where = f" in row {rows_read + int((~good.flatten(1)).any(dim=1).nonzero()[0])}" if value.ndim > 1 else ""
+            where = ""
+            if value.ndim > 1:
+                row = rows_read + int((~good.flatten(1)).any(dim=1).nonzero()[0])
+                where = f" in row {row if rows is None else int(rows[row])}"
             narrower = f" in {dtype}" if bool(torch.isfinite(part[~good]).all()) else ""
             fail(op, name, f"finite{narrower}", f"NaN or infinity{where}")
         rows_read += len(part) if value.ndim else 0

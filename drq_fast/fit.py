@@ -137,39 +137,46 @@ def sample_size(codewords: int) -> int:
     return max(1 << 16, 256 * codewords)
 
 
-def sample(x: Any, rows: int, D: int, generator: torch.Generator) -> Tensor:
+def sample(x: Any, rows: int, D: int, generator: torch.Generator, op: str = "fit") -> Tensor:
     """Draws up to `rows` vectors [n, D] float32 from a tensor, an array or memory map, or an iterable of batches.
 
     An iterable is read once; at most twice the sample plus one batch is held in memory. The order of the data is kept.
+    ValueError, with the number of the row in x, if a vector that was drawn is not finite.
     """
     if isinstance(x, Iterable) and not isinstance(x, Tensor) and not hasattr(x, "dtype"):
-        return _reservoir(x, rows, D, generator)
-    values = checks.rows("fit", "x", checks.array("fit", "x", x), D)
+        return _reservoir(op, x, rows, D, generator)
+    values, drawn = checks.rows(op, "x", checks.array(op, "x", x), D), None
     if len(values) > rows:
-        values = values[_shuffled(len(values), generator)[:rows].sort().values.to(values.device)]
+        drawn = _shuffled(len(values), generator)[:rows].sort().values
+        values = values[drawn.to(values.device)]
+    checks.finite(op, "x", values, torch.float32, drawn)
     return values.float()
 
 
-def _reservoir(batches: Iterable[Any], rows: int, D: int, generator: torch.Generator) -> Tensor:
+def _reservoir(op: str, batches: Iterable[Any], rows: int, D: int, generator: torch.Generator) -> Tensor:
     """Reservoir sampling: every vector draws a random number, and those with the largest numbers are kept."""
     kept = [torch.empty(0, D, dtype=torch.float32, device="cpu")]
     draws = [torch.empty(0, dtype=torch.float64, device="cpu")]
-    held = 0
+    places = [torch.empty(0, dtype=torch.int64, device="cpu")]  # the numbers of the rows, counted over all batches
+    held = read = 0
 
     def cut() -> None:
-        values, numbers = torch.cat(kept), torch.cat(draws)
+        values, numbers, at = torch.cat(kept), torch.cat(draws), torch.cat(places)
         stay = numbers.topk(min(rows, len(numbers))).indices.sort().values
-        kept[:], draws[:] = [values[stay]], [numbers[stay]]
+        kept[:], draws[:], places[:] = [values[stay]], [numbers[stay]], [at[stay]]
 
     for batch in tqdm(batches, desc="read", unit="batch", delay=2, disable=None, leave=False):
-        values = checks.rows("fit", "x", checks.array("fit", "every batch of x", batch), D)
+        values = checks.rows(op, "x", checks.array(op, "every batch of x", batch), D)
         kept.append(values.to("cpu", torch.float32, copy=True))  # a copy, because the iterable may reuse its buffer
         draws.append(torch.rand(len(values), dtype=torch.float64, device="cpu", generator=generator))
+        places.append(torch.arange(read, read + len(values), device="cpu"))
+        read += len(values)
         held += len(values)
         if held > 2 * rows:
             cut()
             held = rows
     cut()
+    checks.finite(op, "x", kept[0], rows=places[0])
     return kept[0]
 
 

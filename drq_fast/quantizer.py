@@ -459,7 +459,7 @@ class RecurrentQuantizer(LayerParameters):
 
     def _data(self, op: str, x: Any) -> Tensor:
         """Vectors [N, dim] float32 on the codebook's device, from [..., dim], torch or numpy."""
-        values = checks.array(op, "x", x)
+        values = checks.floats(checks.array(op, "x", x))
         if isinstance(x, np.ndarray):
             values = values.to(self.codebook.device)
         checks.floating(op, "x", values, device=self.codebook.device)

@@ -96,7 +96,7 @@ class SemanticIds:
         return self._add("add", x, beam)
 
     def _add(self, op: str, x: Array, beam: int) -> Array:
-        values, codec = checks.array(op, "x", x), self.codec
+        values, codec = checks.floats(checks.array(op, "x", x)), self.codec
         checks.vectors(op, "x", values, codec.dim, values.device)
         free = codec.codewords**codec.levels - len(self)
         if len(values) > free:

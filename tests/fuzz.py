@@ -24,6 +24,7 @@ from attacks.commands import commands
 from attacks.common import Child, Finding
 from attacks.differences import differences
 from attacks.files import files
+from attacks.indexes import indexes
 from attacks.inputs import inputs
 from attacks.kills import kills
 from attacks.runs import runs
@@ -33,6 +34,7 @@ from attacks.threads import threads
 ATTACKS: dict[str, Callable[[random.Random, Path], int]] = {
     "files": files,
     "inputs": inputs,
+    "indexes": indexes,
     "runs": runs,
     "calls": calls,
     "differences": differences,

@@ -349,6 +349,33 @@ def test_interrupted_it_keeps_the_best_so_far(monkeypatch):
     assert layer.initialised
 
 
+def test_an_error_names_the_row_of_the_users_data():
+    """Only a sample is read, and batches come one after another: rows are counted in the whole."""
+    x, layer = data(2000), RecurrentQuantizer(12, 16, 2)
+    x[1500:] = float("nan")
+    drawn = fit._shuffled(2000, fit.seeded(0))[:50].sort().values
+    for source in (x, x.numpy(), x.double() * 1e30):
+        with pytest.raises(ValueError, match="fit: x must be finite, got NaN or infinity in row") as caught:
+            layer.fit(source, sample=50, seed=0)
+        assert str(caught.value).endswith(f" in row {int(drawn[drawn >= 1500][0])}.")
+    x[1500:], x[1777] = 1, float("nan")
+    with pytest.raises(ValueError, match=r"^fit: x must be finite, got NaN or infinity in row 1777\.$"):
+        layer.fit(iter(x.split(300)), seed=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32])
+def test_integers_are_fitted_as_floats(dtype):
+    x = (data() * 10 + 100).clamp(0, 255).to(dtype)
+    layers = [RecurrentQuantizer(12, 16, 2) for _ in range(3)]
+    for layer, source in zip(layers, (x, x.float(), iter(x.numpy()[:, None])), strict=True):
+        layer.fit(source, rounds=2, seed=0)
+    assert layers[0].codec() == layers[1].codec()
+    assert torch.equal(layers[0].encode(x), layers[0].encode(x.float()))
+    layers[2].initialise(x, seed=0)
+    with pytest.raises(TypeError, match=r"^fit: x must be floats or integers of at most 32 bits, got torch.int64\.$"):
+        layers[0].fit(x.long())
+
+
 def test_more_codewords_than_can_be_solved_for(monkeypatch):
     monkeypatch.setattr(fit, "_SOLVABLE", 8)
     errors = RecurrentQuantizer(12, 16, 2).fit(data(500), rounds=2, seed=0)

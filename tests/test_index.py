@@ -443,7 +443,7 @@ def test_bad_values_change_nothing(call, message):
     ("call", "message"),
     [
         (lambda i: Index(torch.nn.Linear(2, 2)), "Index: codec must be a Codec or a RecurrentQuantizer, got Linear."),
-        (lambda i: i.add(X.int()), "add: x must be a float tensor, got torch.int32."),
+        (lambda i: i.add(X.long()), "add: x must be floats or integers of at most 32 bits, got torch.int64."),
         (lambda i: i.add([[1.0]]), "add: x must be a torch.Tensor or a numpy array, got list."),
         (lambda i: i.add(np.array([["a"]])), "add: x must be an array that torch can read, got <U1"),
         (lambda i: i.add(X[:1], ids=torch.tensor([0.5])), "add: ids must be an integer tensor, got torch.float32."),

@@ -100,6 +100,34 @@ def test_many_late_rows_are_put_in_order_by_the_next_search(built, x, monkeypatc
     assert torch.equal(index.search(x[:20], k=5, probes=L).scores, wanted.scores)
 
 
+def test_ids_that_were_replaced_are_found_in_lists(built, x, monkeypatch):
+    """A replaced vector leaves a row with the same id, which may come behind the new one in the order of the lists."""
+    monkeypatch.setattr(coarse, "_SHORT", 100)
+    index = copy.deepcopy(built)
+    index.upsert(x[:1000].flip(0), ids=range(1000))
+    index.search(x[:1])
+    assert index._rows.ordered == len(index) == 3000
+    found = index.search(x[:1000].flip(0), k=1, refine=50, probes=L, keep=range(1000)).ids[:, 0]
+    assert found.min() >= 0
+    assert index.metric == "ip" or (found == torch.arange(1000)).float().mean() > 0.99
+    index.upsert(x[:1000], ids=range(1000))
+    assert sorted(index.ids.tolist()) == list(range(3000))
+    index.remove(range(1000))
+    assert sorted(index.ids.tolist()) == list(range(1000, 3000))
+
+
+def test_equal_scores_come_in_the_order_of_the_lists():
+    """Then those of rows that were added later, in the same order; a smaller k finds the first of them."""
+    index = Index(Codec(torch.zeros(2, 1), torch.ones(1)), centroids=torch.tensor([[-1.0], [1.0]]))
+    for ids in (range(6), range(6, 10)):
+        index._put_in_order()
+        index.add(torch.tensor([[(-1.0) ** i] for i in ids]), ids)
+    index._put_in_order()
+    index.add(torch.tensor([[1.0], [-1.0], [1.0]]))
+    for k in (1, 7, 11, 13):
+        assert index.search(torch.zeros(1), k=k).ids.tolist() == [1, 3, 5, 7, 9, 0, 2, 4, 6, 8, 11, 10, 12][:k]
+
+
 @pytest.mark.parametrize("mmap", [False, True])
 def test_files(index, x, tmp_path, mmap):
     index.search(x[:1])
@@ -155,6 +183,13 @@ def test_filters_and_large_k_look_at_all_lists(index, x):
     assert monkeyed.search(query, k=100).ids.min() >= 0
     assert index.search(query, k=2500).ids.min() >= 0
     assert index.search(query, k=2500, probes=1).ids.min() == -1
+    codec = Codec(index.codec.codebook, index.codec.scale)
+    several = Index(codec, "l2", vectors="float32", centroids=x[:40])
+    several.add(x[:1000])  # 16 of 40 lists have fewer than 900 candidates, but 10 results
+    found, wanted = (several.search(x[:40], k=10, refine=900, **probes) for probes in ({}, {"probes": 16}))
+    assert not torch.equal(found.ids, several.search(x[:40], k=10, refine=900, probes=40).ids)
+    assert torch.equal(found.ids, wanted.ids)
+    assert torch.equal(found.scores, wanted.scores)
 
 
 def test_centroids_of_the_user(x):

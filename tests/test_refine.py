@@ -227,20 +227,65 @@ def test_what_is_wrong_is_said_in_one_sentence(x, codec, tmp_path):
         (lambda: index.search(x[:1], refine=2.5), TypeError, "refine must be"),
         (lambda: bare.search(x[:1], vectors=x), TypeError, "refine must be given with vectors, got None"),
         (lambda: bare.search(x[:1], refine=20, vectors=x[:20]), ValueError, "with a row for id"),
-        (lambda: bare.search(x[:1], refine=20, vectors=x[:, :3]), ValueError, r"floating point \[n, 24\], by id"),
-        (lambda: bare.search(x[:1], refine=20, vectors=x.long()), ValueError, "floating point"),
+        (lambda: bare.search(x[:1], refine=20, vectors=x[:, :3]), ValueError, r"must be \[n, 24\], by id"),
+        (lambda: bare.search(x[:1], refine=20, vectors=x.long()), TypeError, "integers of at most 32 bits, got"),
+        (lambda: bare.search(x[:1], refine=20, vectors=x > 0), TypeError, "at most 32 bits, got torch.bool"),
+        (lambda: bare.search(x[:1], refine=20, vectors=x.numpy().astype("U")), TypeError, "that torch can read, got"),
         (lambda: bare.search(x[:1], refine=20, vectors="x.npy"), TypeError, "an array or a tensor"),
         (lambda: bare.search(x[:1], refine=20, vectors=x * torch.nan), ValueError, "vectors must be finite"),
+        (lambda: index.search(x[:1], refine=20, vectors=x), ValueError, "None, as the index keeps float16 vectors its"),
+        (lambda: index.search(x[:1], vectors=x), ValueError, "None, as the index keeps float16 vectors itself, got"),
         (lambda: index.add_codes(codec.encode(x[:1])), RuntimeError, "keeps vectors beside their codes; use add"),
         (lambda: Index(codec, vectors="int4"), ValueError, "vectors must be one of"),
-        (lambda: index.add(x[:1] * 1e6), ValueError, "x must be finite"),
-        (lambda: index.add(x[:1] * 1e-8), ValueError, "x must be 0 or at least 0.0001 somewhere in each vector"),
+        (lambda: index.add(x[:1] * 1e6), ValueError, "x must be finite in torch.float16, got NaN or infinity in row 0"),
+        (
+            lambda: index.add(torch.cat([x[:3], x[:1] * 1e-8])),
+            ValueError,
+            "x must be 0 or at least 0.0001 somewhere in each vector, for float16, got smaller numbers in row 3",
+        ),
     ]
     for use, kind, words in cases:
         with pytest.raises(kind, match=words) as caught:
             use()
         assert "\n" not in str(caught.value)
     assert len(index) == 50
+
+
+def test_only_vectors_of_candidates_are_read(x, codec):
+    """Rows of the user's array that no candidate has may be missing or damaged; an error names the row of the array."""
+    index = Index(codec)
+    index.add(x[:300], ids=torch.arange(300).flip(0))  # the first row of the index has id 299
+    keep, own = range(20), x[:20].clone()
+    found = index.search(x[:5], k=30, refine=40, keep=keep, vectors=own)
+    assert sorted(found.ids[0, :20].tolist()) == list(keep)
+    assert (found.ids[:, 20:] == -1).all()
+    own[13] = torch.nan
+    assert index.search(x[:5], k=2, refine=40, keep=range(13), vectors=own).ids.min() >= 0
+    with pytest.raises(ValueError, match=r"^search: vectors must be finite, got NaN or infinity in row 13\.$"):
+        index.search(x[:5], k=2, refine=40, keep=range(5, 20), vectors=own)
+    nothing = index.search(x[:5], k=3, refine=40, keep=[], vectors=own)
+    assert nothing.ids.tolist() == [[-1] * 3] * 5
+    assert nothing.scores.isinf().all()
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "uint16", "int16", "uint32", "int32"])
+@pytest.mark.parametrize("kind", DTYPES)
+def test_vectors_of_integers_are_those_of_floats(codec, dtype, kind, tmp_path):
+    bounds = np.iinfo(dtype)
+    x = np.random.default_rng(0).integers(max(bounds.min, -1000), min(bounds.max, 1000), (N, D), dtype, endpoint=True)
+    x[0, :2] = max(bounds.min, -60_000), min(bounds.max, 60_000)
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    wanted, found, bare = Index(codec, vectors=kind), Index(codec, vectors=kind), Index(codec)
+    assert wanted.add(x.astype(np.float32)).tolist() == found.add(mapped).tolist() == bare.add(mapped).tolist()
+    assert torch.equal(found.codes, wanted.codes)
+    assert np.array_equal(codec.encode(x[:9]), codec.encode(x[:9].astype(np.float32)))
+    for query in (x[:7], x[3]):
+        for a, b in zip(found.search(query, refine=30), wanted.search(query.astype("f4"), refine=30), strict=True):
+            assert np.array_equal(a, b)
+    own = [bare.search(x[:7], refine=30, vectors=each).ids for each in (mapped, torch.from_numpy(x), x.astype("f4"))]
+    assert np.array_equal(own[0], own[1])
+    assert np.array_equal(own[0], own[2])
 
 
 def test_files_without_vectors_still_load():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,6 +51,8 @@ def test_settings_cost_more_and_find_more(index, x):
         again = index.search(x[:5], k=10, probes=chosen.probes, refine=chosen.refine)
         assert torch.equal(index.search(x[:5], k=10, recall=wanted).ids, again.ids)
     assert index.tuning.cheapest(0.6, 5, len(index)).refine is not None
+    wanted = np.float32(0.5)
+    assert torch.equal(index.search(x[:5], recall=wanted).ids, index.search(x[:5], recall=0.5).ids)
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
@@ -100,6 +103,8 @@ def test_files_and_copies_keep_it(index, x, tmp_path):
         {"k": 0, "queries": 5, "size": 1, "settings": []},
         [],
         {"k": 1, "queries": 1, "size": 1, "settings": [[99, 5, 0.5, 1.0]]},
+        {"k": 1, "queries": 1, "size": 10**400, "settings": [[3, 5, 0.5, 1.0]]},
+        {"k": 1, "queries": 1, "size": 1, "settings": [[3, 10**400, 0.5, 1.0]]},
     ):
         files.write(tmp_path / "b.drq", "index", tensors, config | {"tuning": value})
         with pytest.raises(FileError, match="does not describe an index"):
@@ -112,7 +117,10 @@ def test_what_is_wrong_is_said_in_one_sentence(index, x):
         (lambda: index.search(x[:1], recall=0), ValueError, "recall must be above 0 and at most 1, got 0"),
         (lambda: index.search(x[:1], recall=1.5), ValueError, "recall must be above 0 and at most 1, got 1.5"),
         (lambda: index.search(x[:1], recall="high"), ValueError, "recall must be above 0"),
-        (lambda: index.search(x[:1], recall=0.9, probes=3), ValueError, "given without levels, probes and refine"),
+        (lambda: index.search(x[:1], recall=0.9, probes=3), ValueError, "given without levels, probes, refine and v"),
+        (lambda: index.search(x[:1], recall=0.9, vectors=x), ValueError, "levels, probes, refine and vectors, got one"),
+        (lambda: index.search(x[:1], recall=True), ValueError, "recall must be above 0 and at most 1, got True"),
+        (lambda: index.search(x[:1], recall=float("nan")), ValueError, "recall must be above 0 and at most 1, got nan"),
         (lambda: bare.tune(x[:5]), ValueError, "query must be at least one, for an index that is not empty"),
         (lambda: index.tune(x[:0]), ValueError, "query must be at least one"),
         (lambda: index.tune(x[:5] * torch.nan), ValueError, "query must be finite"),

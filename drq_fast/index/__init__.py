@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from .build import fitted
 from .coarse import Coarse, default_probes, is_late
 from .ids import checked_ids
 from .rows import Content, Rows, no_rows
-from .searched import Searched, searched_rows
+from .searched import Searched, of_moderate_length, searched_rows
 from .storage import Storage
 from .tuning import Tuning
 
@@ -108,17 +109,20 @@ class Index(Storage):
         tune = checks.boolean("build", "tune", tune)
         if vectors is not None:
             checks.choice("build", "vectors", vectors, tuple(stored_vectors.DTYPES))
+        rows = checks.array("build", "x", x)
+        if rows.ndim != 2 or len(rows) == 0:
+            checks.fail("build", "x", "[N, D] with at least one vector", checks.shape_of(rows))
         given = None if ids is None else checked_ids("build", ids, place)
-        if given is not None and len(given) != len(x):
-            checks.fail("build", "ids", f"{len(x)} numbers, one per vector", len(given))
-        codec, centroids = fitted(x, bits, metric, lists, beam, sample, seed, place)
+        if given is not None and len(given) != len(rows):
+            checks.fail("build", "ids", f"{len(rows)} numbers, one per vector", len(given))
+        codec, centroids = fitted(rows, bits, metric, lists, beam, sample, seed, place)
         index = cls(codec, metric, vectors=vectors, centroids=centroids)
-        rows = index._vectors("build", "x", x)
         with tqdm(total=len(rows), desc="add", unit="vectors", delay=2, disable=None, leave=False) as bar:
             for first in range(0, len(rows), _ADDED):
                 part = slice(first, first + _ADDED)
-                index.add(rows[part], None if given is None else given[part], beam=beam)
-                bar.update(len(rows[part]))
+                content = index._content("build", rows[part], beam, first)
+                index._append("build", content, None if given is None else given[part])
+                bar.update(len(content.codes))
         if index._coarse is not None:
             index._put_in_order()
         if tune and len(rows) > 1:
@@ -163,17 +167,20 @@ class Index(Storage):
         up to 1; takes the cheapest probes and refine that reached it on sample queries (see `tuning`). probes: how many
         lists each query looks at, the nearest ones; by default one of 16, at least 16, and all of them with `keep` or
         where these have fewer than k vectors. refine: the so many best by
-        codes are scored again by the vectors themselves, those of the index or the rows of `vectors` [n, dim], by id,
-        which may be a memory map. Equal scores come oldest first, with lists in the order of the lists. Where fewer
-        than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that
+        codes are scored again by the vectors themselves, those of the index or, if it has none, the rows of `vectors`
+        [n, dim], by id, which may be a memory map. Equal scores come oldest first, with lists in the order of the
+        lists. Where fewer than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that
         is more.
         """
         single = getattr(query, "ndim", 2) == 1
         values = self._vectors("search", "query", query[None] if single else query)
+        values = of_moderate_length(values) if self._metric == "cosine" else values
         k = checks.integer("search", "k", k, 1, min(max(self._rows.size, _PADDED), checks.MAX_RESULTS))
         chosen = probes is not None
         if recall is not None:
-            probes, refine = self._setting(recall, k, levels, probes, refine)
+            probes, refine = self._setting(recall, k, levels, probes, refine, vectors)
+        if vectors is not None and self.vectors is not None:
+            checks.fail("search", "vectors", f"None, as the index keeps {self.vectors} vectors itself", "others")
         given = None if vectors is None else stored_vectors.Given(vectors, self.dim)
         candidates = k if refine is None and given is None else self._candidates(refine, k, given)
         probes = self._probes(probes) if keep is None or chosen else self.lists  # a filter may leave little in a list
@@ -181,7 +188,8 @@ class Index(Storage):
         rows = searched.rows
         most = min(candidates, max(rows.size, 1))
         scores, found = searched.scan(values, most, probes)
-        if not chosen and probes != self.lists and bool((few := found[:, -1] < 0).any()):  # the lists had too few
+        last = min(k, most) - 1
+        if not chosen and probes != self.lists and bool((few := found[:, last] < 0).any()):  # the lists had too few
             again = searched.scan(values[few.to(values.device)], most, self.lists)
             scores, found = (
                 scores.masked_scatter(few[:, None], again.scores),
@@ -261,12 +269,12 @@ class Index(Storage):
                 mask.index_fill_(0, positions[positions >= 0], True)
             return mask if alive is None else mask & alive
 
-    def _setting(self, recall: float, k: int, *others: int | None) -> tuple[int | None, int | None]:
+    def _setting(self, recall: float, k: int, *others: Any) -> tuple[int | None, int | None]:
         """(probes, refine) for a recall."""
-        if not isinstance(recall, (int, float)) or isinstance(recall, bool) or not 0 < recall <= 1:
+        if not isinstance(recall, Real) or isinstance(recall, bool) or not 0 < recall <= 1:
             checks.fail("search", "recall", "above 0 and at most 1", repr(recall))
         if any(other is not None for other in others):
-            checks.fail("search", "recall", "given without levels, probes and refine", "one of them too")
+            checks.fail("search", "recall", "given without levels, probes, refine and vectors", "one of them too")
         if self._tuning is None:
             raise RuntimeError("search: recall needs an index that was tuned; call index.tune(query).")
         setting = self._tuning.cheapest(recall, k, len(self))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ class Fitted(NamedTuple):
 
 
 def fitted(
-    x: Any,
+    x: Tensor,
     bits: int,
     metric: str,
     lists: int | str | None,
@@ -41,15 +41,11 @@ def fitted(
     if bits % 8:
         checks.fail("build", "bits", "a multiple of 8", bits)
     checks.choice("build", "metric", metric, checks.METRICS)
-    values = checks.array("build", "x", x)
-    if values.ndim != 2 or len(values) == 0:
-        checks.fail("build", "x", "[N, D] with at least one vector", checks.shape_of(values))
-    count = _list_count(lists, len(values))
+    count = _list_count(lists, len(x))
     rows = fitting.sample_size(_CODEWORDS) if sample is None else checks.integer("build", "sample", sample, 1)
     seed, beam = checks.seed("build", seed), checks.beam("build", beam)
     generator = fitting.seeded(seed)
-    drawn = fitting.sample(values, max(rows, coarse.sample_size(count or 0)), values.shape[1], generator)
-    checks.finite("build", "x", drawn)
+    drawn = fitting.sample(x, max(rows, coarse.sample_size(count or 0)), x.shape[1], generator, "build")
     unit, some = metric == "cosine", drawn.to(device)
     some = directions(some) if unit else some
     checks.squarable("build", "x", some)

@@ -100,10 +100,13 @@ class Rows(NamedTuple):
         return self.living()._replace(generation=self.generation + 1)
 
     def in_lists(self) -> Rows:
-        """The same, with all rows in the order of their lists."""
-        assert self.content.lists is not None
-        rows = self.used()
-        return rows._at(self.content.lists[: self.size].argsort(stable=True))._replace(ordered=self.size)
+        """Those that have not been removed, all in the order of their lists.
+
+        A removed row may have the id of a later one, which is known as the later one by the order of age alone.
+        """
+        rows = self.living()
+        assert rows.content.lists is not None
+        return rows._at(rows.content.lists.argsort(stable=True))._replace(ordered=rows.size)
 
     def _at(self, rows: Tensor) -> Rows:
         """The rows at these positions [n]."""

@@ -18,6 +18,7 @@ from .rows import Rows
 
 _QUERIES = 1 << 10  # queries between two updates of the progress bar, at least
 _WORK = 1 << 34  # scores between two updates
+_LARGE = 2.0**40  # numbers between 1 / _LARGE and _LARGE can be squared and added up
 
 
 class Searched(NamedTuple):
@@ -36,13 +37,31 @@ class Searched(NamedTuple):
         return self._replace(database=database, tail=_filtered(self.tail, mask[self.tail_rows]))
 
     def scan(self, query: Tensor, k: int, probes: int | None) -> SearchResult:
-        """Scores [Q, k] and rows [Q, k] of the best codes."""
+        """Scores [Q, k] and rows [Q, k] of the best codes; equal scores in the order of the lists, the tail last."""
         found = _scan(query, k, self.database, probes)
         if self.tail is None or self.tail_rows is None:
             return found
-        late = _scan(query, k, self.tail, probes)
-        rows = self.tail_rows[late.positions.clamp_min(0)].where(late.positions >= 0, -1)
-        return best_of((found, SearchResult(late.scores, rows)), k, self.database.metric)
+        late, ordered = _scan(query, k, self.tail, probes), len(self.database.codes)
+        places = (late.positions + ordered).where(late.positions >= 0, -1)
+        scores, found_at = best_of((found, SearchResult(late.scores, places)), k, self.database.metric)
+        in_tail = found_at >= ordered
+        return SearchResult(scores, self.tail_rows[(found_at - ordered).where(in_tail, 0)].where(in_tail, found_at))
+
+
+def of_moderate_length(query: Tensor) -> Tensor:
+    """Queries [Q, D] for cosine, to which lengths do not matter: very long and very short ones times a power of 2.
+
+    float32 can then represent their squared lengths. All others stay as they are, to the bit.
+    """
+    if not query.is_floating_point() or query.numel() == 0:
+        return query
+    largest = torch.linalg.vector_norm(query.detach(), ord=float("inf"), dim=1)
+    low, high = (bound.item() for bound in largest.aminmax())
+    if low >= 1 / _LARGE and high <= _LARGE:
+        return query
+    extreme = (largest > 0) & ((largest < 1 / _LARGE) | (largest > _LARGE)) & (largest <= checks.LARGEST)
+    factors = torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent.clamp(-100, 100))
+    return query * torch.where(extreme, factors, 1)[:, None]
 
 
 def searched_rows(rows: Rows, length: int, codec: Codec, metric: str, coarse: Coarse | None, known: Norms) -> Searched:

@@ -251,17 +251,17 @@ class Storage:
             checks.fail(op, name, f"[N, {self.dim}]", checks.shape_of(values))
         return values
 
-    def _content(self, op: str, x: Any, beam: int) -> Content:
-        """What is stored for checked vectors x [N, dim]."""
+    def _content(self, op: str, x: Any, beam: int, first: int = 0) -> Content:
+        """What is stored for vectors x [N, dim], which are checked; first: the number of the first row in an error."""
         values = self._vectors(op, "x", x)
-        checks.finite(op, "x", values, torch.float32)
+        checks.finite(op, "x", values, torch.float32, range(first, first + len(values)))
         kept = self._rows.content.stored()
         with torch.no_grad(), modes.plain(self.device):
             coded = (
                 Content(self.codec.encode(values, beam)) if self._coarse is None else self._coarse.encode(values, beam)
             )
             values = directions(values.float()) if kept is not None and self.metric == "cosine" else values
-            vectors = (None, None) if kept is None else stored_vectors.stored_as(op, values, kept)
+            vectors = (None, None) if kept is None else stored_vectors.stored_as(op, values, kept, first)
         return Content(coded.codes, coded.lists, *vectors)
 
     def _append(self, op: str, new_rows: Content, new: Any, replace: bool = False) -> Tensor:

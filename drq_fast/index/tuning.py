@@ -14,6 +14,7 @@ from .. import fit as fitting
 from ..backends.torch import best_of, rank
 from ..backends.types import SearchResult
 from ..codec import directions
+from .ids import MAX_ID
 from .rows import Rows
 
 if TYPE_CHECKING:
@@ -79,11 +80,11 @@ def from_json(value: Any, lists: int | None) -> Tuning:
         if probes is not None:
             checks.integer("load", "probes", probes, 1, lists)
         if refine is not None:
-            checks.integer("load", "refine", refine, 1)
+            checks.integer("load", "refine", refine, 1, MAX_ID)
         if not (isinstance(recall, float) and 0 <= recall <= 1 and isinstance(cost, float) and cost >= 0):
             checks.fail("load", "tuning", "recall from 0 to 1 and cost >= 0", (recall, cost))
         settings.append(Setting(probes, refine, recall, cost))
-    k, queries, size = (checks.integer("load", name, value[name], 1) for name in ("k", "queries", "size"))
+    k, queries, size = (checks.integer("load", name, value[name], 1, MAX_ID) for name in ("k", "queries", "size"))
     return Tuning(k, queries, size, tuple(settings))
 
 

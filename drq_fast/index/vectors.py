@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import backends, checks
+from ..backends.torch import pad_result
 from ..backends.types import SearchResult, Stored
 from ..codec import directions
 
@@ -25,15 +26,20 @@ def empty(name: str, dim: int, device: torch.device) -> Stored:
     return Stored(torch.empty(0, dim, dtype=DTYPES[name], device=device), steps)
 
 
-def stored_as(op: str, x: Tensor, kind: Stored) -> Stored:
-    """x [N, D] as `kind` has it. int8: rounded to 127 steps on either side of 0, of a size of its own for each row."""
-    dtype, x = kind.values.dtype, x.to(kind.values.device)
+def stored_as(op: str, x: Tensor, kind: Stored, first: int = 0) -> Stored:
+    """x [N, D] as `kind` has it. int8: rounded to 127 steps on either side of 0, of a size of its own for each row.
+
+    first: the number that the first row has in the user's array.
+    """
+    dtype, x = kind.values.dtype, checks.floats(x.to(kind.values.device))
     if dtype is torch.float16:
         sizes = x.abs().amax(dim=1) if len(x) else x.new_zeros(0)
-        if bool(((sizes > 0) & (sizes < _SMALL)).any()):
-            checks.fail(op, "x", f"0 or at least {_SMALL} somewhere in each vector, for float16", "smaller numbers")
+        small = ((sizes > 0) & (sizes < _SMALL)).nonzero()
+        if len(small):
+            wanted = f"0 or at least {_SMALL} somewhere in each vector, for float16"
+            checks.fail(op, "x", wanted, f"smaller numbers in row {first + int(small[0])}")
     if dtype is not torch.int8:
-        checks.finite(op, "x", x, dtype)
+        checks.finite(op, "x", x, dtype, range(first, first + len(x)))
         return Stored(x.to(dtype))
     x = x.float()
     steps = x.abs().amax(dim=1) / 127 if len(x) else x.new_zeros(0)
@@ -54,10 +60,9 @@ class Given:
         if not isinstance(value, (np.ndarray, Tensor)):
             kind = type(value).__name__
             checks.fail("search", "vectors", "an array or a tensor, which may be mapped", kind, error=TypeError)
-        floating = value.is_floating_point() if isinstance(value, Tensor) else value.dtype.kind == "f"
-        if value.ndim != 2 or value.shape[1] != dim or not floating:
-            wanted = f"floating point [n, {dim}], by id"
-            checks.fail("search", "vectors", wanted, f"{value.dtype} {list(value.shape)}")
+        if value.ndim != 2 or value.shape[1] != dim:
+            checks.fail("search", "vectors", f"[n, {dim}], by id", f"{value.dtype} {list(value.shape)}")
+        checks.array("search", "vectors", value[:0])  # dtypes that vectors may have
         self.value = value
 
     def refined(self, query: Tensor, positions: Tensor, ids_at: IdsAt, metric: str, k: int) -> SearchResult:
@@ -68,11 +73,16 @@ class Given:
         return SearchResult(torch.cat([p.scores for p in parts]), torch.cat([p.positions for p in parts]))
 
     def _refined(self, query: Tensor, positions: Tensor, ids_at: IdsAt, metric: str, k: int) -> SearchResult:
-        rows, places = positions.clamp_min(0).unique(return_inverse=True)  # in order, so that ties stay in order
-        values = self._rows(ids_at(rows).cpu()).to(query.device, torch.float32)
-        checks.finite("search", "vectors", values)
+        rows, places = positions.unique(return_inverse=True)  # in order, so that ties stay in order
+        if len(rows) and int(rows[0]) < 0:  # some are no candidates
+            rows, places = rows[1:], places - 1
+        if len(rows) == 0:
+            return pad_result(query.new_empty(len(query), 0), positions[:, :0], k, metric)
+        own = ids_at(rows).cpu()
+        values = self._rows(own).to(query.device, torch.float32)
+        checks.finite("search", "vectors", values, rows=own)
         stored = Stored(directions(values) if metric == "cosine" else values)
-        scores, found = refined(query, places.where(positions >= 0, -1), stored, metric, k)
+        scores, found = refined(query, places, stored, metric, k)
         return SearchResult(scores, rows[found.clamp_min(0)].where(found >= 0, -1))
 
     def _rows(self, ids: Tensor) -> Tensor:
@@ -81,4 +91,5 @@ class Given:
             checks.fail("search", "vectors", f"[n, D] with a row for id {int(ids.max())}", f"{len(self.value)} rows")
         if isinstance(self.value, Tensor):
             return self.value[ids.to(self.value.device)]
-        return torch.from_numpy(np.ascontiguousarray(self.value[ids.numpy()]).astype(np.float32, copy=False))
+        with np.errstate(over="ignore"):  # infinities are refused afterwards
+            return torch.from_numpy(np.ascontiguousarray(self.value[ids.numpy()]).astype(np.float32, copy=False))

@@ -19,8 +19,11 @@ from typing import Any
 
 import torch
 
-from drq_fast import Codec
+from drq_fast import Codec, Index
 from drq_fast.app import cli
+from drq_fast.backends.torch import numbers
+from drq_fast.index.rows import Content
+from drq_fast.index.vectors import DTYPES
 
 METRICS = ("l2", "ip", "cosine")
 ODD_JSON: tuple[Any, ...] = (None, -1, 0, 1, 1 << 62, 10**400, 0.5, 1e308, float("nan"), "x", "../x", [], [1e30], {})
@@ -45,6 +48,35 @@ def random_codec(dice: random.Random, D: int | None = None, K: int | None = None
 
 def random_vectors(dice: random.Random, N: int, D: int) -> torch.Tensor:
     return torch.randn(N, D, generator=torch.Generator().manual_seed(dice.getrandbits(32)))
+
+
+def random_index(dice: random.Random, codec: Codec, metric: str) -> Index:
+    """An empty index that perhaps keeps vectors and perhaps has lists."""
+    lists = dice.choice((None, 1, 7, 40))
+    centroids = None if lists is None else random_vectors(dice, lists, codec.dim)
+    return Index(codec, metric, vectors=dice.choice((None, *DTYPES)), centroids=centroids)
+
+
+def decoded(index: Index, content: Content, levels: int | None = None) -> torch.Tensor:
+    """What codes and lists of an index stand for [n, D], in float64."""
+    codec, codes = index.codec, numbers(content.codes)[:, :levels].long()
+    x_hat = (codec.scale[: codes.shape[1], None].double() * codec.codebook.double()[codes]).sum(dim=1)
+    x_hat = x_hat if codec.offset is None else x_hat + codec.offset.double()
+    return x_hat if content.lists is None else x_hat + index._coarse.centroids.double()[content.lists.long()]
+
+
+def require_in_step(dice: random.Random, index: Index, x: torch.Tensor) -> None:
+    """Codes, lists and stored vectors are those of x [n, D], whose rows are in the order of `index.ids`."""
+    held, wanted = index._rows.living().content, index._content("add", x, 1)
+    for name in ("lists", "vectors", "steps"):
+        a, b = getattr(held, name), getattr(wanted, name)
+        require((a is None) == (b is None) and (a is None or torch.equal(a, b)), f"{name} belong to other ids")
+    errors = [(x.double() - decoded(index, each)).square().sum(dim=1) for each in (held, wanted)]
+    require(bool((errors[0] <= 1.001 * errors[1] + 1e-6).all()), "codes belong to other ids")
+    if index.vectors is not None and index.metric != "ip":
+        some = torch.tensor([dice.randrange(len(x)) for _ in range(8)])
+        found = index.search(x[some], k=1, refine=len(x), probes=index.lists).ids[:, 0]
+        require(torch.equal(found, index.ids[some]), "a vector does not find itself")
 
 
 def damaged(dice: random.Random, content: bytes) -> bytes:
