@@ -1,14 +1,16 @@
 """Recall against queries per second and memory: `Index.build` and `search(recall=)` beside the indexes of others.
 
-    python benchmarks/bench_tradeoff.py --json FILE [--data NAME=FILE.npy ...] [--images FOLDER] [--quick] [--plot FILE]
+    python benchmarks/bench_tradeoff.py [--data NAME=FILE.npy ...] [--images FOLDER] [--json FILE] [--quick]
+    python benchmarks/bench_tradeoff.py --json benchmarks/tradeoff.json --publish  # docs/search.md and its plot
 
 Data sets: 1,000,000 generated vectors of 128 dimensions (clustered), 1,000,000 generated unit vectors of 384 dimensions
 (text-like), SIFT descriptors of the images in a folder with CIFAR-10's binary batches (--images, needs OpenCV), and
 users' own arrays [N, D] (--data), the last 2,000 rows of which are the queries. Queries are never among the vectors.
 
-Each method is built once, with all threads, and kept in the folder --keep for later runs; all settings of all methods
-are then timed in turn, in several rounds: a batch of all queries, and queries one by one. Memory is what the process
-grows by from before the index is loaded until it has answered a batch, so that it includes the vectors.
+Each method is built once, with all threads, and kept in the folder --keep for later runs. All settings of all methods
+are then timed in turn, in several rounds: a batch of all queries, and queries one by one. Of many settings, those that
+others beat in the first round are timed no more. Memory is what a process grows by from before it loads the index until
+it has answered a batch, so that it includes the vectors. All of it takes about an hour.
 """
 
 from __future__ import annotations
@@ -294,12 +296,8 @@ def timed(settings: dict[str, dict[str, Search]], data: Data, rounds: int) -> di
 
 def memory(method: Method, path: str, query: Array) -> float:
     """Bytes by which this process grows."""
-    search = None
     before = resident()
-    index = method.load(path)
-    for _, search in method.settings(index):
-        pass
-    assert search is not None
+    *_, (_, search) = method.settings(method.load(path))
     search(query)
     return resident() - before
 
@@ -341,7 +339,11 @@ def run(data: Data, folder: Path, rounds: int, only: str) -> dict[str, Any]:
 def markdown(title: str, found: dict[str, Any]) -> str:
     """A row for each method: the fastest setting that reached each recall."""
     columns = [f"{kind}, recall {r}" for r in SHOWN for kind in ("batch", "one by one")]
-    lines = [f"### {title}", "", f"| queries/s | {' | '.join(columns)} | highest recall | bytes per vector | build, CPU s |"]
+    lines = [
+        f"### {title}",
+        "",
+        f"| queries/s | {' | '.join(columns)} | highest recall | bytes per vector | build, CPU s |",
+    ]
     lines.append(f"|{' --- |' * (len(columns) + 4)}")
     for name, row in found.items():
         if "absent" in row:
@@ -361,7 +363,10 @@ def markdown(title: str, found: dict[str, Any]) -> str:
 def asked(found: dict[str, Any]) -> str:
     """What `search(recall=)` was asked for, and what it found."""
     rows = {name: row["points"] for name, row in found.items() if name.startswith("drq_fast") and "points" in row}
-    lines = [f"| recall of {K} neighbours, asked for | {' | '.join(map(str, ASKED))} |", f"|{' --- |' * (len(ASKED) + 1)}"]
+    lines = [
+        f"| recall of {K} neighbours, asked for | {' | '.join(map(str, ASKED))} |",
+        f"|{' --- |' * (len(ASKED) + 1)}",
+    ]
     for name, points in rows.items():
         got = {point["setting"]: f"{point['recall']:.3f}" for point in points}
         lines.append(f"| {name} | {' | '.join(got.get(f'recall={r}', '') for r in ASKED)} |")
@@ -380,7 +385,9 @@ def plot(runs: dict[str, dict[str, Any]], origin: str, file: Path) -> None:
             front = frontier([Point(**point) for point in row.get("points", ())])
             bold = {"linewidth": 2.5, "marker": "o", "zorder": 3} if name.startswith("drq_fast") else {"linewidth": 1.2}
             xy = [point.recall for point in front], [point.batch for point in front]
-            handles[name] = axes.plot(*xy, **{"marker": "s", "markersize": 4} | bold, color=COLOURS[n % len(COLOURS)])[0]
+            handles[name] = axes.plot(*xy, **{"marker": "s", "markersize": 4} | bold, color=COLOURS[n % len(COLOURS)])[
+                0
+            ]
         axes.set(xlim=(0.7, 1.0), yscale="log", xlabel=f"recall of the {K} nearest", title=title)
         axes.yaxis.set_major_formatter(lambda y, _: tick(y))
         axes.grid(color="#e5e5e5")
@@ -411,7 +418,7 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, default=Path("out/tradeoff"), help="folder of built indexes")
     parser.add_argument("--json", type=Path, help="file of results; data sets that it holds already are not run again")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how many times everything is timed")
-    parser.add_argument("--plot", type=Path, help="SVG file")
+    parser.add_argument("--publish", action="store_true", help="write the tables and the plot of --json into docs/")
     parser.add_argument("--memory", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.memory:
@@ -431,7 +438,11 @@ def main() -> None:
     if options.images:
         sets["SIFT"] = lambda: sift(options.images, N + QUERIES)
     sets |= {text.partition("=")[0]: lambda text=text: np.load(text.partition("=")[2]) for text in options.data}
-    runs = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else {}
+    known = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
+    runs = known.get("runs", {})
+    if options.publish:
+        publish(runs, known["provenance"])
+        return
     for name, values in sets.items():
         if name not in runs:
             data = data_of(name, values(), options.keep)
@@ -439,17 +450,34 @@ def main() -> None:
             runs[name] = {"title": title, "methods": run(data, options.keep, options.rounds, options.only)}
             if options.json:
                 options.json.write_text(json.dumps({"provenance": origin, "runs": runs}, indent=1))
-        title, found = runs[name]["title"], runs[name]["methods"]
-        print(f"{markdown(title, found)}\n\n{asked(found)}\n", flush=True)
+        print(f"{page_of(runs[name])}\n", flush=True)
     print(f"{machine(origin)}.")
-    if options.plot:
-        plot({each["title"]: each["methods"] for each in runs.values()}, machine(origin), options.plot)
+
+
+def page_of(found: dict[str, Any]) -> str:
+    """The tables of a data set."""
+    return f"{markdown(found['title'], found['methods'])}\n\n{asked(found['methods'])}"
+
+
+def publish(runs: dict[str, Any], origin: dict[str, Any]) -> None:
+    """Writes the tables into docs/search.md, and the plot."""
+    from report import ROOT, fill
+
+    page = ROOT / "docs/search.md"
+    tables = "\n\n".join(map(page_of, runs.values()))
+    page.write_text(fill(page.read_text(), "bench", {"tradeoff": f"{tables}\n\n{machine(origin)}."}))
+    plot(
+        {found["title"]: found["methods"] for found in runs.values()}, machine(origin), ROOT / "docs/plots/tradeoff.svg"
+    )
 
 
 def machine(origin: dict[str, Any]) -> str:
     libraries = ("drq_fast", "torch", "faiss-cpu", "usearch")
     versions = ", ".join(f"{library} {origin['versions'].get(library) or 'absent'}" for library in libraries)
-    return f"{origin['processor']}, {origin['torch_threads']} threads, {versions}"
+    commit = (origin["commit"] or "unknown")[:9]
+    return (
+        f"{origin['processor']}, {origin['torch_threads']} threads, {versions}, commit {commit}, {origin['date'][:10]}"
+    )
 
 
 if __name__ == "__main__":
