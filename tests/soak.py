@@ -142,6 +142,7 @@ class Soak:
 
     def run(self, seconds: float, progress: float = 30) -> None:
         """Works for so long, or until Ctrl-C."""
+        self.stop.clear()
         threads = [threading.Thread(target=worker.run, daemon=True) for worker in self.workers]
         for thread in threads:
             thread.start()
@@ -370,11 +371,8 @@ class Worker:
 
 
 def held(index: Index) -> float:
-    """MB of rows, ids and norms. Removed rows stay until they are half of all, so this goes up and down by design."""
-    rows = index._rows
-    tensors = [rows.codes, rows.ids, rows.alive, *(known.values for known in list(index._norms.values()))]
-    tensors += [tensor for run in index._places.runs for tensor in (run.ids, run.rows)]
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None) / 1e6
+    """MB of the index. Removed rows stay until they are half of all, so this goes up and down by design."""
+    return index.nbytes / 1e6
 
 
 def resident() -> float:

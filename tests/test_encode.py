@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from patience import PATIENCE
 
 from drq_fast import BackendUnavailable, fit, functional
 from drq_fast import codec as codecs
@@ -257,7 +258,7 @@ def test_a_forked_process_encodes_and_searches(codec):
     with threads._Pool.growing:  # as another thread may at that moment
         child = os.fork()
         if child == 0:
-            signal.alarm(30)  # where it hangs, it is killed
+            signal.alarm(PATIENCE)  # where it hangs, it is killed
             os._exit(0 if work() == expected else 1)
     assert os.waitpid(child, 0)[1] == 0
 
@@ -266,7 +267,7 @@ def test_a_forked_process_encodes_and_searches(codec):
 def test_an_interruption_ends_the_work_of_all_threads():
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    done, started = [0, 0], threading.Event()
+    done, started, tiles = [0, 0], threading.Event(), 60_000  # of a hundredth of a second
 
     def work(part: int, rows: slice) -> None:
         for _ in threads.tiles(rows, 1):
@@ -281,13 +282,13 @@ def test_an_interruption_ends_the_work_of_all_threads():
     threading.Thread(target=interrupt).start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            threads.in_threads(work, 4000)
+            threads.in_threads(work, 2 * tiles)
     finally:
         torch.set_num_threads(before)
     at_once = tuple(done)
     time.sleep(0.1)
     assert tuple(done) == at_once
-    assert max(done) < 2000
+    assert max(done) < tiles
 
 
 def test_an_error_in_a_thread_does_not_end_later_work_early():

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 
 from drq_fast import Codec, FileError, Index, RecurrentQuantizer, files
 from drq_fast.files import checksum, header_checksum
@@ -113,7 +114,7 @@ def in_little_memory(script: str, *arguments: object) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), -1))
     """
     command = [sys.executable, "-c", textwrap.dedent(before) + textwrap.dedent(script), *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
     assert result.returncode == 0, result.stderr
 
 
@@ -224,9 +225,9 @@ def test_a_quantizer_file_without_a_trained_layer(tmp_path):
 
 @pytest.fixture
 def impatient():
-    """A call that waits for ever fails after some seconds."""
+    """A call that waits for ever fails after a while."""
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
-    signal.alarm(20)
+    signal.alarm(PATIENCE)
     yield
     signal.alarm(0)
 

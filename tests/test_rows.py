@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 
 from drq_fast import Index, RecurrentQuantizer, functional, use_backend
 from drq_fast.index.rows import Rows
@@ -113,16 +114,16 @@ def test_filters_by_own_ids():
 
 @pytest.mark.slow
 def test_adding_and_removing_one_by_one_is_linear():
-    """Twice the vectors take at most 2.6 times as long, and 100,000 of a million ids are removed in 100 ms."""
+    """Twice the vectors take at most 2.6 times the CPU time; 100,000 of a million ids are removed in 0.1 s of it."""
     codes = torch.randint(LAYER.codewords, (1_000_000, LAYER.levels), dtype=torch.uint8)
 
     def seconds(count: int, change: Callable[[Index, int], object], prepare: int = 0) -> float:
         index = Index(LAYER)
         index.add_codes(codes[:prepare])
-        start = time.perf_counter()
+        start = time.process_time()
         for i in range(count):
             change(index, i)
-        return time.perf_counter() - start
+        return time.process_time() - start
 
     def add(index: Index, i: int) -> None:
         index.add_codes(codes[i : i + 1])
@@ -139,9 +140,9 @@ def test_adding_and_removing_one_by_one_is_linear():
         index = Index(LAYER)
         index.add_codes(codes)
         ids = torch.randperm(len(codes))[:100_000]
-        start = time.perf_counter()
+        start = time.process_time()
         index.remove(ids)
-        taken.append(time.perf_counter() - start)
+        taken.append(time.process_time() - start)
         assert len(index) == 900_000
     assert min(taken) < 0.1
 
@@ -277,7 +278,7 @@ def test_changes_and_searches_do_not_wait_for_a_reader_of_all_rows(monkeypatch, 
         while threads:
             thread = threads.pop()
             thread.start()
-            thread.join(20)
+            thread.join(PATIENCE)
             assert not thread.is_alive()
         return usual(*given)
 
@@ -294,7 +295,7 @@ def test_a_search_does_not_wait_for_a_change_at_hand():
     thread = threading.Thread(target=lambda: found.append(index.search(X[:2])), daemon=True)
     with index._lock:
         thread.start()
-        thread.join(20)
+        thread.join(PATIENCE)
         assert torch.equal(found[0].ids, expected.ids)
         index.remove(expected.ids[0, :1])  # by this thread, which holds the lock
     assert expected.ids[0, 0] not in index.search(X[:2]).ids

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import PATIENCE
 
 from drq_fast import RecurrentQuantizer
 from drq_fast.app.run import Run
@@ -193,7 +194,7 @@ def test_a_lock_that_is_no_file_is_refused(shell, kind):
     Path("run/.lock").unlink()
     Path("mine").write_text("mine")
     Path("run/.lock").symlink_to("../mine") if kind == "link" else os.mkfifo("run/.lock")
-    signal.alarm(60)
+    signal.alarm(PATIENCE)
     said = shell.refused("encode", "run", "x.npy")
     signal.alarm(0)
     assert "run/.lock cannot be opened" in said
@@ -213,7 +214,7 @@ def test_a_fifo_in_a_run_is_not_waited_for(shell, name):
     (Path("run") / name).unlink()
     os.mkfifo(Path("run") / name)
     signal.signal(signal.SIGALRM, lambda *_: pytest.fail("it waits"))
-    signal.alarm(60)
+    signal.alarm(PATIENCE)
     said = shell.refused("index", "run", "--force")
     signal.alarm(0)
     assert "it is not a regular file" in said

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from patience import PATIENCE
 
 from drq_fast import files
 from drq_fast.files import FileError
@@ -111,9 +112,9 @@ import torch
 import drq_fast.retrieval.train as loop
 from test_train import SHORT, blobs, make_model, train
 torch.set_num_threads(1)
-original = loop._Run.step
+original, waits = loop._Run.step, iter([0.05] * 5)
 def slow(*arguments):
-    time.sleep(0.05)
+    time.sleep(next(waits, {patience}))  # after five steps: until it is killed
     return original(*arguments)
 loop._Run.step = slow
 train(make_model(), blobs(), config=SHORT, folder={folder!r})
@@ -123,7 +124,7 @@ train(make_model(), blobs(), config=SHORT, folder={folder!r})
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path):
     whole = make_model()
     history = train(whole, blobs(), config=SHORT)
-    program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(tmp_path), patience=PATIENCE)
     generator = np.random.default_rng(0)
     for _ in range(3):
         stamp = (tmp_path / CHECKPOINT).stat().st_mtime_ns if (tmp_path / CHECKPOINT).exists() else None

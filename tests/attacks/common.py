@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from patience import PATIENCE
 
 from drq_fast import Codec
 from drq_fast.app import cli
@@ -148,7 +149,7 @@ class Child:
         os.close(self.pipe)
         os.waitpid(self.process, 0)
 
-    def result(self, seconds: float = 120) -> Any:
+    def result(self, seconds: float = PATIENCE) -> Any:
         """What `work` returned; a Finding if it raised, crashed or did not end in time."""
         content, end = b"", time.monotonic() + seconds
         while True:
