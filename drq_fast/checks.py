@@ -74,7 +74,9 @@ def vectors(op: str, name: str, value: Any, D: int, device: torch.device) -> Non
 def rows(op: str, name: str, value: Tensor, D: int) -> Tensor:
     """[..., D] as [N, D]."""
     if value.ndim < 1 or value.shape[-1] != D:
-        fail(op, name, f"[..., {D}]", shape_of(value))
+        channels_first = value.ndim > 2 and value.shape[1] == D
+        hint = f" ({name}.movedim(1, -1) moves channels last)" if channels_first else ""
+        fail(op, name, f"[..., {D}]", f"{shape_of(value)}{hint}")
     return value.reshape(-1, D)
 
 
@@ -287,6 +289,19 @@ def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
         return integers(op, name, value)
     floating(op, name, value)
     return value
+
+
+def listed(op: str, name: str, value: Any) -> Any:
+    """A list or tuple of numbers, or of lists of them, as a float64 tensor; anything else as it is."""
+    if not isinstance(value, (list, tuple)):
+        return value
+    try:
+        numbers = np.array(value)
+    except (TypeError, ValueError, RuntimeError):
+        numbers = None
+    if numbers is None or numbers.dtype.kind not in "iuf":
+        fail(op, name, "numbers in lists of equal length", "others", error=TypeError)
+    return torch.from_numpy(numbers.astype(np.float64))
 
 
 def id_array(op: str, name: str, value: Any) -> Tensor:

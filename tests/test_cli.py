@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE, wait_until
 
 from drq_fast import Index, RecurrentQuantizer
 from drq_fast.app import cli
@@ -52,6 +53,22 @@ def test_candidates_scored_again_by_the_vectors(shell):
     exact = torch.cdist(torch.from_numpy(q).double(), torch.from_numpy(x).double()).topk(3, largest=False).indices
     assert found["ids"] == exact.tolist()
     assert "refine needs vectors" in shell.refused("search", "run", "q.npy", "--refine", "20")
+
+
+def test_filter_and_removal_by_id(shell):
+    shell.fitted()
+    np.save("ids.npy", np.array([5, 2000, 7]))
+    kept = json.loads(shell.ok("search", "run", "q.npy", "-k", "3", "--keep", "ids.npy", "--json"))
+    assert all(sorted(row) == [5, 7, 2000] for row in kept["ids"])
+    np.save("flags.npy", np.arange(3000) < 3)
+    kept = json.loads(shell.ok("search", "run", "q.npy", "-k", "3", "--keep", "flags.npy", "--json"))
+    assert all(sorted(row) == [0, 1, 2] for row in kept["ids"])
+    assert shell.ok("remove", "run", "ids.npy") == "run/index.drq: 3 ids removed, 2,997 left\n"
+    found = json.loads(shell.ok("search", "run", "q.npy", "-k", "3000", "--json"))
+    assert sorted(found["ids"][0]) == [i for i in range(3000) if i not in (5, 7, 2000)]
+    before = shell.tree()
+    assert "ids must be in the index, got 5, which is not" in shell.refused("remove", "run", "ids.npy")
+    assert shell.tree() == before
 
 
 def test_there_are_no_more_results_than_codes(shell):
@@ -190,6 +207,11 @@ WRONG = [
     (["index", "run", "--ids", "twice.npy", "--force"], "ids must be unique"),
     (["search", "new", "q.npy"], "new does not exist"),
     (["search", "run"], "queries must be a file of vectors"),
+    (["search", "run", "q.npy", "--keep", "missing.npy"], "missing.npy cannot be read"),
+    (["remove", "new", "twice.npy"], "new does not exist"),
+    (["remove", "run", "missing.npy"], "missing.npy cannot be read"),
+    (["remove", "run", "twice.npy"], "ids must be unique"),
+    (["remove", "run", "x.npy"], "ids must be an integer tensor"),
     (["search", "run", "narrow.npy"], "of 16 dimensions, as the index is, got 3"),
     (["search", "run", "q.npy", "--bits", "5"], "bits must be one of 4, 8, 12, got 5"),
     (["search", "run", "q.npy", "-k", "0"], "k must be"),
@@ -280,12 +302,10 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 
 def test_ctrl_c_leaves_no_model(shell):
     process = start("fit", "run", "x.npy", "--rounds", "1000000")
-    deadline = time.monotonic() + 60
-    while not Path("run").exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    time.sleep(1)
+    wait_until(Path("run/.lock").exists)
+    time.sleep(1)  # until the fit has begun; it may also be interrupted before
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert out == ""
     assert err.strip().splitlines()[-1].startswith("drq-fast fit: interrupted")
@@ -296,29 +316,43 @@ def test_ctrl_c_leaves_no_model(shell):
 @pytest.mark.parametrize("caught", ["", "except BaseException: pass", "except BaseException: raise ImportError"])
 def test_ctrl_c_while_torch_is_imported(shell, caught):
     """`torch` is a module that imports slowly; some modules swallow exceptions or replace them."""
-    slow = "import pathlib, time\ntry:\n    pathlib.Path('begun').touch()\n    time.sleep(60)\n"
+    slow = "import pathlib, time\ntry:\n    pathlib.Path('begun').touch()\n    time.sleep(600)\n"
     Path("torch.py").write_text(slow + (caught or "finally: pass"))
     process = start("info")
-    deadline = time.monotonic() + 60
-    while not Path("begun").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(Path("begun").exists)
     process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=30)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
     assert (out, err) == ("", "drq-fast info: interrupted; finished files are kept\n")
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import drq_fast.retrieval.train as loop
+from drq_fast.app import cli
+
+step = loop._Run.step
+
+def step_until_there_is_a_checkpoint(*arguments):
+    if Path("run/checkpoint.safetensors").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*arguments)
+
+loop._Run.step = step_until_there_is_a_checkpoint
+cli.main(sys.argv[1:])
+"""
 
 
 @pytest.mark.parametrize("forced", [False, True])
 def test_training_that_was_killed_goes_on(shell, forced):
     command = ["train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "40", "5", "5", "--batch", "20"]
-    process = start(*command, "--checkpoint-seconds", "0", *(["--force"] if forced else []))
-    deadline = time.monotonic() + 60
-    while not Path("run/checkpoint.safetensors").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.kill()
-    process.communicate()
+    options = ["--checkpoint-seconds", "0", *(["--force"] if forced else [])]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *command, *options], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert Path("run/checkpoint.safetensors").exists()
     assert not Path("run/model.drq").exists()
-    shell.ok(*command, "--checkpoint-seconds", "0", *(["--force"] if forced else []))
+    shell.ok(*command, *options)
     shell.ok("train", "whole", *command[2:], "--checkpoint-seconds", "0")
     assert fingerprint("run/model.drq", "quantizer") == fingerprint("whole/model.drq", "quantizer")
 

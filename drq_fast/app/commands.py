@@ -115,7 +115,8 @@ def search(options: argparse.Namespace) -> Result:
     L = _levels(options.bits, made.codewords, made.levels)
     k = min(checks.integer("search", "k", options.k, 1), max(len(made), 1))
     own = None if options.vectors is None else files.read_array("search", options.vectors, mmap=True)
-    scores, ids = made.search(queries.read(0, len(queries)), k, L, refine=options.refine, vectors=own)
+    keep = None if options.keep is None else files.read_array("search", options.keep)
+    scores, ids = made.search(queries.read(0, len(queries)), k, L, keep, refine=options.refine, vectors=own)
     if target is not None:
         archive = io.BytesIO()
         np.savez(archive, ids=ids.numpy(), scores=scores.numpy())
@@ -126,6 +127,20 @@ def search(options: argparse.Namespace) -> Result:
         for q, (row, score) in enumerate(zip(ids, scores, strict=True))
     ]
     return {"ids": ids.tolist(), "scores": scores.tolist()}, "\n".join(lines)
+
+
+def remove(options: argparse.Namespace) -> Result:
+    """`drq-fast remove`."""
+    run = Run(options.folder)
+    run.need(run.index, f"`drq-fast index {run.folder}`")
+    unwanted = files.read_array("remove", options.ids)
+    with run.writing():
+        made = Index.load(run.index)
+        made.remove(unwanted)
+        run.claim(run.index)
+        made.save(run.index)
+    result = {"index": str(run.index), "removed": len(unwanted), "size": len(made)}
+    return result, f"{run.index}: {len(unwanted):,} ids removed, {len(made):,} left"
 
 
 def ids(options: argparse.Namespace) -> Result:

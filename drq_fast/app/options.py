@@ -64,17 +64,20 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     )
     parser.add_argument("--version", action="version", version=f"drq_fast {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for add in (_fit, _encode, _index, _search, _ids, _train, _evaluate, _report, _info):
+    for add in (_fit, _encode, _index, _search, _remove, _ids, _train, _evaluate, _report, _info):
         add(commands.add_parser)
     return parser, dict(commands.choices)
 
 
-def _command(add: Any, name: str, summary: str, description: str, example: str, writes: bool = True) -> _Parser:
-    """Adds a command with the options that all commands share."""
+def _command(
+    add: Any, name: str, summary: str, description: str, example: str, on_run: bool = True, replaces: bool = True
+) -> _Parser:
+    """Adds a command with the options that all commands share; on_run and replaces: those of commands that do."""
     parser: _Parser = add(name, help=summary, description=description, epilog=f"example:\n  drq-fast {example}")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    if writes:
+    if on_run:
         parser.add_argument("folder", metavar="RUN", help="folder of the run")
+    if on_run and replaces:
         parser.add_argument("--force", action="store_true", help="replace existing results")
     return parser
 
@@ -135,7 +138,20 @@ def _search(add: Any) -> None:
     _number(parser, "--bits", None, "use only the first bits of every code (default: all)")
     _number(parser, "--refine", None, "score so many of the best again by the vectors themselves, which need --vectors")
     parser.add_argument("--vectors", metavar="FILE.npy", help="numbers [N, D]: row i is the vector of id i")
+    parser.add_argument("--keep", metavar="FILE.npy", help="only these ids: integers [n], or flags by id")
     parser.add_argument("--out", metavar="FILE.npz", help="write arrays `ids` and `scores` instead of printing them")
+
+
+def _remove(add: Any) -> None:
+    parser = _command(
+        add,
+        "remove",
+        "remove vectors from the index by id",
+        "Replaces RUN/index.drq by an index without these ids. All of them must be in it, else nothing is removed.",
+        "remove run ids.npy",
+        replaces=False,
+    )
+    parser.add_argument("ids", metavar="FILE.npy", help="integers [n]: the ids")
 
 
 def _ids(add: Any) -> None:
@@ -214,7 +230,7 @@ def _info(add: Any) -> None:
         "Prints versions, instruction set, GPUs, and the backend of every operation with the reason why it is not a "
         "faster one.",
         "info --json",
-        writes=False,
+        on_run=False,
     )
 
 

@@ -44,9 +44,10 @@ class Index(Storage):
     codec: a Codec, or a layer, of whose parameters a copy is taken, so that training it further does not change the
     index. metric: "l2" (squared distance, less is better), "ip" (inner product) or "cosine". vectors: "float32",
     "float16" or "int8" keeps the vectors too, for `search(refine=)`. Everything takes torch or numpy and answers in
-    kind. centroids [L, dim]: vectors are divided into L lists, by the nearest centroid, and a search looks at the lists
-    near to the query; the codec encodes what the centroid leaves of a vector (`Index.build` fits both). Several threads
-    may search, add and remove at the same time: a search sees the index as it was when it began.
+    kind; lists of numbers are answered in torch. centroids [L, dim]: vectors are divided into L lists, by the nearest
+    centroid, and a search looks at the lists near to the query; the codec encodes what the centroid leaves of a vector
+    (`Index.build` fits both). `id in index` tells whether a vector is there. Several threads may search, add and remove
+    at the same time: a search sees the index as it was when it began.
 
     >>> index = Index(layer, metric="l2")
     >>> ids = index.add(x)
@@ -104,7 +105,7 @@ class Index(Storage):
         >>> index = Index.build(x, bits=64, metric="cosine", vectors="float16")
         >>> scores, ids = index.search(query, k=10, recall=0.95)
         """
-        place = checks.device("build", device, torch.device("cpu"))
+        x, place = checks.listed("build", "x", x), checks.device("build", device, torch.device("cpu"))
         tune = checks.boolean("build", "tune", tune)
         if vectors is not None:
             checks.choice("build", "vectors", vectors, tuple(stored_vectors.DTYPES))
@@ -168,6 +169,7 @@ class Index(Storage):
         than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that
         is more.
         """
+        query = checks.listed("search", "query", query)
         single = getattr(query, "ndim", 2) == 1
         values = self._vectors("search", "query", query[None] if single else query)
         k = checks.integer("search", "k", k, 1, min(max(self._rows.size, _PADDED), checks.MAX_RESULTS))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 import threading
 import weakref
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,6 +94,17 @@ class Storage:
     def __len__(self) -> int:
         return self._rows.living_count()
 
+    def __contains__(self, id: Any) -> bool:
+        """Whether the index has a vector of this id."""
+        try:
+            number = operator.index(id)
+        except TypeError:
+            checks.fail("Index", "an id", "an integer", repr(id), error=TypeError)
+        if not 0 <= number <= MAX_ID:
+            return False
+        with self._lock, modes.plain(self.device):
+            return bool(self._find(torch.tensor([number], device=self.device)) >= 0)
+
     def __repr__(self) -> str:
         settings = [f"metric={self.metric!r}"]
         settings += [] if self.lists is None else [f"{self.lists} lists"]
@@ -155,12 +168,49 @@ class Storage:
         """All codes in the index [len, levels], in the order of `ids`, uint8 for K <= 256, else int32."""
         return numbers(self._readable().codes_alone().living().codes.clone())
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of codes, vectors, ids, norms, centroids and codec, with the room for rows to come.
+
+        Of an index that was loaded with `mmap`, codes and vectors count too, although they are on disk.
+        """
+        with self._lock:
+            rows, norms = self._rows, [known.values for known in self._norms.values()]
+            runs = [tensor for run in self._places.runs for tensor in (run.ids, run.rows)]
+        centroids = None if self._coarse is None else self._coarse.centroids
+        tensors = [*self.codec.tensors(), centroids, *rows.content, rows.ids, rows.alive, *norms, *runs]
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    def reconstruct(self, ids: Array | Iterable[int], levels: int | None = None) -> Array:
+        """ids [...], such as those that `search` found -> vectors [..., dim] float32, decoded from their codes.
+
+        levels: use only the first so many levels. Vectors come from the codes even if the index keeps vectors, too.
+        Where the codec encodes directions (`codec.unit`), they approximate directions.
+        """
+        shaped = isinstance(ids, (Tensor, np.ndarray))
+        wanted = checks.id_array("reconstruct", "ids", ids.reshape(-1) if shaped else ids)  # type: ignore[union-attr]
+        wanted = checks.integers("reconstruct", "ids", wanted).to(self.device, torch.int64)
+        length = checks.levels("reconstruct", levels, self.levels)
+        with modes.plain(self.device):
+            with self._lock:
+                rows, positions = self._rows, self._find(wanted)
+            missing = wanted[positions < 0]
+            if len(missing):
+                checks.fail("reconstruct", "ids", "in the index", f"{int(missing[0])}, which is not")
+            codes = rows.codes[positions]
+            file.check_codes("reconstruct", codes, self.codewords)  # a mapped file may have others
+            x_hat = self.codec.decode(numbers(codes), length)
+            if self._coarse is not None and rows.content.lists is not None:
+                x_hat = x_hat + self._coarse.centroids[rows.content.lists[positions].long()]
+        shape = ids.shape if shaped else wanted.shape  # type: ignore[union-attr]
+        return checks.in_kind(x_hat.reshape(*shape, self.dim), ids)
+
     def encode(self, x: Array, beam: int = 1) -> Array:
         """x [N, dim] -> codes [N, levels], uint8 for K <= 256, else int32."""
         if self._coarse is not None:
             raise RuntimeError("encode: the index has lists, and a code says nothing without its list; use add.")
-        self._vectors("encode", "x", x)
-        return self.codec.encode(x, beam)
+        codes = self.codec.encode(self._vectors("encode", "x", x), beam)
+        return checks.in_kind(codes, x)
 
     def add(self, x: Array, ids: Array | Iterable[int] | None = None, *, beam: int = 1) -> Array:
         """Encodes x [N, dim] and stores the codes; returns their ids [N] int64, in kind.
@@ -208,6 +258,12 @@ class Storage:
             marks.index_fill_(0, positions, False)
             self._set_rows(rows._replace(alive=marks, removed=rows.size - left), self._norms)
 
+    def reset(self) -> None:
+        """Removes all vectors. Codec, lists and what `tune` measured stay; ids are not given out again."""
+        with self._lock, modes.plain(self.device):
+            none = torch.zeros(self._rows.size, dtype=torch.bool, device=self.device)
+            self._set_rows(self._rows._replace(alive=none, removed=None).compacted())
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes codes, vectors, ids and codec to one safetensors file, atomically. Verifies a mapped index first.
 
@@ -246,7 +302,7 @@ class Storage:
         return rows
 
     def _vectors(self, op: str, name: str, value: Any) -> Tensor:
-        values = checks.array(op, name, value)
+        values = checks.array(op, name, checks.listed(op, name, value))
         if values.ndim != 2 or values.shape[1] != self._codec.dim:
             checks.fail(op, name, f"[N, {self.dim}]", checks.shape_of(values))
         return values
