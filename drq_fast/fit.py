@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from .backends.torch import FLOOR
 from .backends.types import Parameters
 from .constants import ROUNDS as ROUNDS
 
+_FEW = 4  # vectors per codeword below which a fit says little about other vectors
 _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] tile that stays in cache
 _SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
 _SEEDED = 4096  # codewords up to which k-means++ chooses them one by one
@@ -135,6 +137,13 @@ def seeded(seed: int | None) -> torch.Generator:
 def sample_size(codewords: int) -> int:
     """How many vectors are drawn where the user does not say."""
     return max(1 << 16, 256 * codewords)
+
+
+def warn_of_few(op: str, N: int, codewords: int, advice: str = "use") -> None:
+    """Warns if N vectors are few to learn so many codewords from: the errors of others will be larger than theirs."""
+    if _FEW * codewords > N:
+        text = f"{op}: {N} vectors are few for {codewords} codewords; {advice} at least {_FEW * codewords}."
+        warnings.warn(text, stacklevel=3)
 
 
 def sample(x: Any, rows: int, D: int, generator: torch.Generator) -> Tensor:

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ema
+from . import checks, ema
 from .backends.types import Parameters
 
 _AVERAGES = ("codebook", "w", "free_scale", "offset")  # what update="ema" changes, as far as the layer has it
+LEVELS = "_levels"  # in a state dict, where no shape tells the number of levels if they share a scale
+_MAX_LEVELS = 1 << 16  # that a file may claim
 _STATE = ("_mass", "_gain", "_batches", *(f"_{name}_change" for name in _AVERAGES))
 
 
@@ -116,10 +118,30 @@ class LayerParameters(nn.Module):
             if getattr(self, name) is not None:
                 getattr(self, name).zero_()
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + LEVELS] = torch.tensor(self.levels)
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
+        levels = int(state_dict.pop(prefix + LEVELS, self.levels))  # older versions have none
+        if levels != self.levels:
+            checks.fail("load_state_dict", "levels", f"{self.levels}, as in this layer", levels)
         for name in _STATE:  # older versions have none, nor have layers with the other `update`
             if getattr(self, name) is None:
                 state_dict.pop(prefix + name, None)
             else:
                 state_dict.setdefault(prefix + name, torch.zeros_like(getattr(self, name)))
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def check_sizes(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """ValueError unless the sizes in the config of a file are those of its tensors."""
+    codebook, K, D, M = tensors["codebook"], config["codewords"], config["dim"], config["levels"]
+    checks.floating("load", "codebook", codebook)
+    if list(codebook.shape) != [K, D]:
+        checks.fail("load", "codebook", f"[{K}, {D}]", checks.shape_of(codebook))
+    free = tensors.get("free_scale")
+    if free is None:  # nothing of this size is stored
+        checks.integer("load", "levels", M, 1, _MAX_LEVELS)
+    elif list(free.shape) != [M - 1]:
+        checks.fail("load", "free_scale", f"[{M - 1}]", checks.shape_of(free))

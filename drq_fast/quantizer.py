@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from . import fit as fitting
 from .backends.types import Parameters
 from .codec import Array, Codec
 from .codes import bits
-from .parameters import LayerParameters
+from .parameters import LEVELS, LayerParameters, check_sizes
 
 # gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). By
 # benchmarks/ablation_gamma.py, training with less than 4 pulls codewords together; more than 4 changes little.
@@ -25,8 +24,6 @@ GAMMA_C = 4.0
 COMMITMENT = 1.0  # without a pull
 ANCHOR = 0.02  # with a pull, which depends on no scale: the commitment then only keeps x from growing
 PULL = 0.2  # of x to its approximation, relative to the gradient of `quantized`
-_FEW = 4  # vectors per codeword below which k-means finds little
-_MAX_LEVELS = 1 << 16  # that a file may claim
 
 
 class QuantizerOutput(NamedTuple):
@@ -48,7 +45,8 @@ class RecurrentQuantizer(LayerParameters):
     "shared" scales level m by w**m with w learned, "per_level" learns levels - 1 factors. offset: learn a vector that
     is subtracted first. level_weights [levels]: of the levels in each error. init: "kmeans" initialises the codebook
     from the first training batch. gradient: of `quantized` with respect to x. joint belongs to the paper's loss, gamma
-    to it and to gradient="soft".
+    to it and to gradient="soft". An optimiser sees parameters with update="gradient" only; keep weight decay from them,
+    which would draw codewords, scale and offset to 0.
     See docs/design.md for details and docs/math.md for definitions.
 
     >>> layer = RecurrentQuantizer(dim=2048, codewords=256, levels=4)
@@ -253,12 +251,8 @@ class RecurrentQuantizer(LayerParameters):
 
     def _initialise(self, x: Tensor, seed: int | None) -> None:
         _check_data("initialise", x)
-        if self.init == "kmeans" and len(x) < _FEW * self.codewords:
-            warnings.warn(
-                f"initialise: {len(x)} vectors are few for {self.codewords} codewords; before training, call "
-                f"layer.initialise(x) with at least {_FEW * self.codewords}.",
-                stacklevel=2,
-            )
+        if self.init == "kmeans":
+            fitting.warn_of_few("initialise", len(x), self.codewords, "before training, call layer.initialise(x) with")
         x = fitting.sample(x, max(64 * self.codewords, 1 << 14), self.dim, fitting.seeded(seed))
         if self.init == "kmeans":
             omega = None if self.level_weights is None else x.new_tensor(self.level_weights)
@@ -298,6 +292,7 @@ class RecurrentQuantizer(LayerParameters):
         def update() -> None:
             data = fitting.sample(x, rows, self.dim, fitting.seeded(seed)).to(self.codebook.device)
             _check_data("fit", data)
+            fitting.warn_of_few("fit", len(data), self.codewords)
             omega = self.level_weights or functional.default_weights(self.levels)
             fitted = self._fit(
                 data, omega=data.new_tensor(omega), rounds=rounds, beam=beam, noise=fitting.NOISE, seed=seed
@@ -408,9 +403,10 @@ class RecurrentQuantizer(LayerParameters):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes parameters and constructor arguments to a safetensors file, atomically."""
         self.require_initialised("save")
-        for name, tensor in self.state_dict().items():
+        tensors = {name: tensor for name, tensor in self.state_dict().items() if name != LEVELS}  # the config has them
+        for name, tensor in tensors.items():
             checks.finite("save", name, tensor)
-        files.write(path, "quantizer", dict(self.state_dict()), self._config())
+        files.write(path, "quantizer", tensors, self._config())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> RecurrentQuantizer:
@@ -419,7 +415,7 @@ class RecurrentQuantizer(LayerParameters):
         with modes.plain(place):
             tensors, config, _ = files.read(path, "quantizer")
             with files.describing(path, "a quantizer"):
-                _check_sizes(tensors, config)  # before anything of these sizes is allocated
+                check_sizes(tensors, config)  # before anything of these sizes is allocated
                 layer = cls(**config).to(tensors["codebook"].dtype)
                 layer.load_state_dict(tensors)
                 for name, tensor in tensors.items():
@@ -452,10 +448,16 @@ class RecurrentQuantizer(LayerParameters):
 
     def _initialise_in_forward(self, x: Tensor) -> None:
         if torch.compiler.is_compiling():
-            raise RuntimeError("RecurrentQuantizer: call layer.initialise(x) before a compiled forward.")
+            _refuse_to_compile()
         if not self.training:
-            self.require_initialised("forward")
-        self.initialise(x)
+            self.require_initialised("forward", "; Lightning validates before it trains: set num_sanity_val_steps=0")
+        elif not self._is_initialised():
+            self.initialise(x)
+
+    def _is_initialised(self) -> bool:
+        """Whether it has seen data; AveragedModel copies the buffer of another layer, not its Python bool."""
+        self.initialised = self.initialised or bool(self._initialised)
+        return self.initialised
 
     def _data(self, op: str, x: Any) -> Tensor:
         """Vectors [N, dim] float32 on the codebook's device, from [..., dim], torch or numpy."""
@@ -465,12 +467,11 @@ class RecurrentQuantizer(LayerParameters):
         checks.floating(op, "x", values, device=self.codebook.device)
         return checks.rows(op, "x", values, self.dim).detach().float()
 
-    def require_initialised(self, op: str) -> None:
-        """Raises RuntimeError unless the layer has seen data or loaded weights."""
-        if not self.initialised:
-            raise RuntimeError(
-                f"{op}: the layer has not seen data yet; call layer.initialise(x), train it or load its weights first."
-            )
+    def require_initialised(self, op: str, hint: str = "") -> None:
+        """Raises RuntimeError unless the layer has seen data or loaded weights; the hint ends its sentence."""
+        if not self._is_initialised():
+            what = "call layer.initialise(x), train it or load its weights first"
+            raise RuntimeError(f"{op}: the layer has not seen data yet; {what}{hint}.")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         state_dict.setdefault(f"{prefix}_observed", torch.zeros_like(self._observed))  # version 0.1.0 had none
@@ -480,21 +481,15 @@ class RecurrentQuantizer(LayerParameters):
             self.fixed_gamma = float(self.gamma)
 
 
+def _refuse_to_compile() -> NoReturn:
+    raise RuntimeError("RecurrentQuantizer: call layer.initialise(x) before a compiled forward.")
+
+
+_refuse_to_compile._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced: raised as it is
+
+
 def _check_data(op: str, x: Tensor) -> None:
     if len(x) == 0:
         checks.fail(op, "x", "at least one vector", "none")
     checks.finite(op, "x", x)
     checks.squarable(op, "x", x)
-
-
-def _check_sizes(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
-    """ValueError unless the sizes in the config of a file are those of its tensors."""
-    codebook, K, D, M = tensors["codebook"], config["codewords"], config["dim"], config["levels"]
-    checks.floating("load", "codebook", codebook)
-    if list(codebook.shape) != [K, D]:
-        checks.fail("load", "codebook", f"[{K}, {D}]", checks.shape_of(codebook))
-    free = tensors.get("free_scale")
-    if free is None:  # nothing of this size is stored
-        checks.integer("load", "levels", M, 1, _MAX_LEVELS)
-    elif list(free.shape) != [M - 1]:
-        checks.fail("load", "free_scale", f"[{M - 1}]", checks.shape_of(free))

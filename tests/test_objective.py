@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from drq_fast import RecurrentQuantizer, functional
+from drq_fast import Index, RecurrentQuantizer, functional
 
 D, K, M = 6, 16, 3
 
@@ -249,6 +251,14 @@ def test_gradient_checkpointing(layer):
 def test_few_vectors_for_many_codewords_warn():
     with pytest.warns(UserWarning, match=r"^initialise: 40 vectors are few for 16 codewords; before training, call "):
         RecurrentQuantizer(D, K, M)(data(40))
+    few = r"40 vectors are few for {} codewords; use at least {}\.$"
+    with pytest.warns(UserWarning, match="^fit: " + few.format(16, 64)):
+        RecurrentQuantizer(D, K, M).fit(data(40), rounds=1)
+    with pytest.warns(UserWarning, match="^build: " + few.format(256, 1024)):
+        Index.build(data(40), bits=8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RecurrentQuantizer(D, K, M).fit(data(64), rounds=1)
 
 
 def test_large_codebooks_train():

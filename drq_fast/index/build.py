@@ -53,6 +53,7 @@ def fitted(
     unit, some = metric == "cosine", drawn.to(device)
     some = directions(some) if unit else some
     checks.squarable("build", "x", some)
+    fitting.warn_of_few("build", len(some), _CODEWORDS)
     mean, centroids = None, None
     if count is not None:
         mean = some.mean(dim=0)
