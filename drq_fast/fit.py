@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -79,7 +80,7 @@ def fit(
     omega [M]: equal weights if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, or in
     the last tenth with a beam), solves for scale and codebook, and adds noise that decreases to 0. With many rows, the
     first rounds use the even and the odd ones in turn. Deterministic given `seed`; without one a seed is drawn from
-    torch's global generator. interruptible: on Ctrl-C it returns the best codec so far.
+    torch's global generator. interruptible: on Ctrl-C it returns the best codec so far, if a round is complete.
     """
     generator = seeded(seed)
     mean = x.mean(dim=0) if offset else None
@@ -91,23 +92,23 @@ def fit(
     level_weights = tuple(weights.tolist())
     codebook, scale = plus_plus(x, codewords, generator), x.new_tensor([0.7**m for m in range(levels)])
     best, best_cost = Fitted(codebook, scale, mean, (1.0,) * levels), float("inf")
-    bar = tqdm(range(rounds + 1), desc="fit", unit="round", delay=2, disable=None, leave=False)
+    step, bar = 0, tqdm(range(rounds + 1), desc="fit", unit="round", delay=2, disable=None, leave=False)
     many = rounds >= 40 and len(x) >= 128 * codewords
+    late = math.ceil(_EARLY * rounds) if many else 0  # the first round with all vectors
     whole, *halves = [
         (part, part.square().sum()) for part in (x, *((x[0::2].contiguous(), x[1::2].contiguous()) if many else ()))
     ]
     try:
         for step in bar:
-            early = many and step < _EARLY * rounds
-            part, energy = halves[step % 2] if early else whole
+            part, energy = halves[step % 2] if step < late else whole
             codec, width = Parameters(codebook, scale, None), _width(step, rounds, beam)
             codes = functional.encode_checked(part, codec, width, level_weights)
             statistics = _collect(part, codes, codebook, energy)
             errors = statistics.errors(scale)
-            if early or float(errors @ weights) < best_cost:
+            cost = float(errors @ weights) / len(part)
+            if cost < best_cost or step == late:  # costs of halves and of all vectors are not compared
                 relative = tuple((errors.clamp_min(0) / statistics.energy.clamp_min(1e-30)).tolist())
-                best = Fitted(codebook, scale, mean, relative)
-                best_cost = float("inf") if early else float(errors @ weights)
+                best, best_cost = Fitted(codebook, scale, mean, relative), cost
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
                 scale = _best_scale(statistics, weights, scale, free_scale)
@@ -118,9 +119,10 @@ def fit(
                 shake = torch.randn(codebook.shape, dtype=torch.float32, device="cpu", generator=generator).to(x)
                 codebook = codebook + (1 - (step + 1) / rounds) * spread * shake
     except KeyboardInterrupt:
-        if not interruptible:
+        if not interruptible or step == 0:
             raise
-        bar.write("fit: interrupted; the best codec so far is kept.")
+        said = f"fit: interrupted after {step} of {rounds} rounds; the best codec so far is kept."
+        bar.write(said, file=sys.stderr)
     return best
 
 

@@ -256,7 +256,8 @@ class RecurrentQuantizer(LayerParameters):
         x = fitting.sample(x, max(64 * self.codewords, 1 << 14), self.dim, fitting.seeded(seed))
         if self.init == "kmeans":
             omega = None if self.level_weights is None else x.new_tensor(self.level_weights)
-            self._take("initialise", self._fit(x, omega=omega, rounds=8, beam=1, noise=0.0, seed=seed))
+            options = {"rounds": 8, "beam": 1, "noise": 0.0, "interruptible": False}
+            self._take("initialise", self._fit(x, omega=omega, seed=seed, **options))
         elif self.offset is not None:
             mean = x.mean(dim=0)
             checks.finite("initialise", "the mean of x", mean, self.offset.dtype)
@@ -280,7 +281,7 @@ class RecurrentQuantizer(LayerParameters):
         and used; the default is 65,536 or 256 per codeword, whichever is more. Errors are those of the sample, relative
         to the offset alone. The layer's `level_weights` weight the prefix lengths; without them the full length has
         weight 1, the shortest 0.16 and the others 0.1. Above 4096 codewords, the codewords are vectors drawn from x and
-        only the scale is fitted. On Ctrl-C the best codec so far is kept.
+        only the scale is fitted. On Ctrl-C the best codec so far is kept, if a round is complete.
 
         >>> errors = layer.fit(np.load("embeddings.npy", mmap_mode="r"))
         """
@@ -294,9 +295,8 @@ class RecurrentQuantizer(LayerParameters):
             _check_data("fit", data)
             fitting.warn_of_few("fit", len(data), self.codewords)
             omega = self.level_weights or functional.default_weights(self.levels)
-            fitted = self._fit(
-                data, omega=data.new_tensor(omega), rounds=rounds, beam=beam, noise=fitting.NOISE, seed=seed
-            )
+            weights = data.new_tensor(omega)
+            fitted = self._fit(data, omega=weights, rounds=rounds, beam=beam, seed=seed)
             self._take("fit", fitted)
             self._set_gamma(data)
             self._initialised.fill_(True)
@@ -306,21 +306,9 @@ class RecurrentQuantizer(LayerParameters):
         self.initialised = True
         return tuple(errors.tolist())
 
-    def _fit(
-        self, x: Tensor, *, omega: Tensor | None, rounds: int, beam: int, noise: float, seed: int | None
-    ) -> fitting.Fitted:
-        return fitting.fit(
-            x,
-            self.codewords,
-            self.levels,
-            offset=self.offset is not None,
-            omega=omega,
-            free_scale=self.free_scale is not None,
-            rounds=rounds,
-            beam=beam,
-            noise=noise,
-            seed=seed,
-        )
+    def _fit(self, x: Tensor, **options: Any) -> fitting.Fitted:
+        offset, free_scale = self.offset is not None, self.free_scale is not None
+        return fitting.fit(x, self.codewords, self.levels, offset=offset, free_scale=free_scale, **options)
 
     def _take(self, op: str, fitted: fitting.Fitted) -> None:
         for found in (fitted.codebook, fitted.scale, fitted.offset):

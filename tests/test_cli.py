@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import pytest
 import torch
 from patience import PATIENCE, wait_until
 
-from drq_fast import Index, RecurrentQuantizer
+from drq_fast import Index, RecurrentQuantizer, functional
 from drq_fast.app import cli
+from drq_fast.app.options import _parsers
 from drq_fast.files import fingerprint
 
 TRAIN = ["--train", "20", "--query", "5", "--hidden", "32", "--dim", "48", "--codewords", "16", "--levels", "3"]
@@ -52,7 +54,8 @@ def test_candidates_scored_again_by_the_vectors(shell):
     )
     exact = torch.cdist(torch.from_numpy(q).double(), torch.from_numpy(x).double()).topk(3, largest=False).indices
     assert found["ids"] == exact.tolist()
-    assert "refine needs vectors" in shell.refused("search", "run", "q.npy", "--refine", "20")
+    said = shell.refused("search", "run", "q.npy", "--refine", "20", code=2)
+    assert "--vectors must be given with --refine" in said
 
 
 def test_filter_and_removal_by_id(shell):
@@ -123,10 +126,21 @@ def test_recall_of_a_fitted_run(shell, metric):
     assert json.loads(Path("run/metrics.json").read_text()) == metrics
 
 
+def test_a_run_is_evaluated_by_the_metric_of_its_index(shell):
+    shell.fitted()
+    shell.ok("index", "run", "--metric", "cosine", "--force")
+    printed = shell.ok("evaluate", "run", "--queries", "q.npy")
+    assert printed.endswith("run/metrics.json: metric cosine\n")
+    assert json.loads(Path("run/metrics.json").read_text())["metric"] == "cosine"
+    shell.ok("evaluate", "run", "--queries", "q.npy", "--metric", "ip", "--force")
+    assert json.loads(Path("run/metrics.json").read_text())["metric"] == "ip"
+
+
 def test_the_papers_way(shell):
     command = ["train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "6", "2", "3", "--batch", "20"]
     result = json.loads(shell.ok(*command, "--json"))
     assert (result["train"], result["query"], result["database"]) == (60, 15, 45)
+    assert "-k must be left out for a trained run" in shell.refused("evaluate", "run", "-k", "5", code=2)
     metrics = json.loads(shell.ok("evaluate", "run", "--exact", "--json"))
     assert [row["bits"] for row in metrics["lengths"]] == [4, 8, 12]
     assert metrics["R"] == 45
@@ -159,8 +173,8 @@ def test_unsupervised(shell):
 
 
 def test_a_run_of_another_protocol_needs_its_codewords(shell):
-    said = shell.refused("train", "run", "--data", "labelled.npz", "--protocol", "cifar10-1", "--query", "5")
-    assert "one of 16, 64, 512, 4096" in said
+    command = ["train", "run", "--data", "labelled.npz", "--protocol", "cifar10-1", "--query", "5"]
+    assert "--codewords must be chosen for cifar10-1, one of 16, 64, 512, 4096" in shell.refused(*command, code=2)
 
 
 def test_nothing_is_replaced_unasked(shell):
@@ -187,58 +201,70 @@ WRONG = [
     (["fit", "new", "labelled.npz"], "is an archive of arrays"),
     (["fit", "new", "pk.npy"], "pk.npy is not a complete .npy file"),
     (["fit", "new", "header.npy"], "header.npy is not a complete .npy file"),
-    (["fit", "new", "x.npy", "--levels", "1000000000"], "levels must be"),
     (["fit", "new", "nan.npy"], "row 11 of nan.npy is not finite"),
     (["fit", "new", "columns.npy"], "is stored by columns"),
     (["fit", "new", "x.npy", "narrow.npy"], "narrow.npy has 3 dimensions and x.npy has 16"),
     (["fit", "x.npy/run", "x.npy"], "x.npy/run cannot be made: Not a directory"),
     (["fit", "/proc/run", "x.npy"], "/proc/run cannot be made"),
-    (["fit", "new", "x.npy", "--codewords", "1"], "codewords must be"),
-    (["fit", "new", "x.npy", "--sample", "0"], "sample must be"),
-    (["fit", "run", "run/codes.npy", "--force"], "outside of run"),
     (["encode", "new", "x.npy"], "new does not exist; `drq-fast fit` or `train` makes a run"),
-    (["encode", "run", "narrow.npy", "--force"], "of 16 dimensions, as the model is, got 3"),
     (["encode", "run", "nan.npy", "--force"], "row 11 of nan.npy is not finite"),
     (["encode", "run", "--force"], "was fitted without labels"),
-    (["encode", "run", "x.npy", "--beam", "0", "--force"], "beam must be"),
     (["index", "new"], "new does not exist"),
     (["index", "run", "--ids", "missing.npy", "--force"], "missing.npy cannot be read"),
-    (["index", "run", "--ids", "x.npy", "--force"], "ids must be"),
-    (["index", "run", "--ids", "twice.npy", "--force"], "ids must be unique"),
     (["search", "new", "q.npy"], "new does not exist"),
-    (["search", "run"], "queries must be a file of vectors"),
     (["search", "run", "q.npy", "--keep", "missing.npy"], "missing.npy cannot be read"),
     (["remove", "new", "twice.npy"], "new does not exist"),
     (["remove", "run", "missing.npy"], "missing.npy cannot be read"),
-    (["remove", "run", "twice.npy"], "ids must be unique"),
-    (["remove", "run", "x.npy"], "ids must be an integer tensor"),
-    (["search", "run", "narrow.npy"], "of 16 dimensions, as the index is, got 3"),
-    (["search", "run", "q.npy", "--bits", "5"], "bits must be one of 4, 8, 12, got 5"),
-    (["search", "run", "q.npy", "-k", "0"], "k must be"),
     (["search", "run", "q.npy", "--out", "/proc/found.npz"], "/proc/found.npz cannot be written"),
-    (["evaluate", "run"], "given by --queries"),
-    (["evaluate", "run", "--queries", "q.npy", "-k", "3001"], "k must be"),
     (["evaluate", "new"], "new does not exist"),
-    (["train", "new"], "data must be given by --data"),
+    (["evaluate", "x.npy"], "x.npy is a file, not the folder of a run"),
     (["train", "new", "--data", "missing"], "missing does not exist"),
     (["train", "new", "--data", "labelled.npz", "--words", "missing.txt"], "missing.txt cannot be read"),
     (["train", "new", "--data", "labelled.npz", "--config", "typo.json"], "setting 'margn', did you mean margin?"),
     (["train", "new", "--data", "labelled.npz", "--config", "x.npy"], "x.npy is not JSON"),
-    (["train", "new", "--config", "numbers.json"], "data must be the name of"),
-    (["train", "new", "--data", "labelled.npz", "--config", "words.json"], "hidden must be"),
-    (["train", "new", "--data", "labelled.npz", *TRAIN, "--dropout", "2"], "dropout must be"),
-    (["train", "new", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "0", "0"], "epochs must be at least 1 in"),
-    (["train", "new", "--data", "labelled.npz", *TRAIN, "--dim", "2"], "dim must be"),
-    (["train", "new", "--data", "labelled.npz", *TRAIN, "--hidden", "-5"], "hidden must be"),
-    (["train", "trained", "--data", "labelled.npz", *TRAIN, "--dim", "2", "--force"], "dim must be"),
     (["train", "run", "--data", "labelled.npz", *TRAIN], "run/config.json of another run (ablation is None there"),
     (["train", "/proc/run", "--data", "labelled.npz", *TRAIN], "/proc/run cannot be made"),
     (["report", "new"], "new does not exist"),
 ]  # fmt: skip
 
+WRONG_VALUES = [
+    (["remove", "run", "twice.npy"], "ids must be unique"),
+    (["remove", "run", "x.npy"], "ids must be an integer tensor"),
+    (["encode", "run", "narrow.npy", "--force"], "vectors must be of 16 dimensions, as the model is, got 3"),
+    (["search", "run", "narrow.npy"], "queries must be of 16 dimensions, as the index is, got 3"),
+    (["evaluate", "run", "--queries", "q.npy", "--exact"], "--exact must be left out for a fitted run"),
+    (["train", "new", "--data", "labelled.npz"], "--query must be small enough to leave items to train on, got 100"),
+    (["train", "new", "--data", "labelled.npz", "--query", "9"], "--train must be small enough to leave items for the"),
+    (["train", "new", "--data", "labelled.npz", "--classes", "x.txt"], "--classes must be left out unless"),
+    (["fit", "new", "x.npy", "--levels", "1000000000"], "--levels must be an integer from 1 to 1000, got 1000000000"),
+    (["fit", "new", "x.npy", "--codewords", "1"], "--codewords must be"),
+    (["fit", "new", "x.npy", "--sample", "0"], "--sample must be"),
+    (["fit", "run", "run/codes.npy", "--force"], "vectors must be outside of run"),
+    (["encode", "run", "x.npy", "--beam", "0", "--force"], "--beam must be"),
+    (["index", "run", "--ids", "x.npy", "--force"], "--ids must be"),
+    (["index", "run", "--ids", "twice.npy", "--force"], "--ids must be unique"),
+    (["search", "run"], "queries must be a file of vectors"),
+    (["search", "run", "q.npy", "--bits", "5"], "--bits must be one of 4, 8, 12, got 5"),
+    (["search", "run", "q.npy", "-k", "0"], "-k must be"),
+    (["evaluate", "run"], "--queries must be a file of vectors for a fitted run, got none"),
+    (["evaluate", "run", "--queries", "q.npy", "-k", "3001"], "-k must be"),
+    (["train", "new"], "--data must be a folder or a file, got nothing"),
+    (["train", "new", "--config", "numbers.json"], "--data must be the name of"),
+    (["train", "new", "--data", "labelled.npz", "--config", "words.json"], "--hidden must be"),
+    (["train", "new", "--data", "labelled.npz", *TRAIN, "--dropout", "2"], "--dropout must be"),
+    (["train", "new", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "0", "0"], "--epochs must be at least 1 in"),
+    (["train", "new", "--data", "labelled.npz", *TRAIN, "--dim", "2"], "--dim must be"),
+    (["train", "new", "--data", "labelled.npz", *TRAIN, "--hidden", "-5"], "--hidden must be"),
+    (["train", "trained", "--data", "labelled.npz", *TRAIN, "--dim", "2", "--force"], "--dim must be"),
+]  # fmt: skip
 
-@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[" ".join(a[:4]) for a, _ in WRONG])
-def test_bad_input_is_one_sentence(shell, arguments, said):
+
+@pytest.mark.parametrize(
+    ("code", "arguments", "said"),
+    [(1, *case) for case in WRONG] + [(2, *case) for case in WRONG_VALUES],
+    ids=[" ".join(a[:4]) for a, _ in WRONG + WRONG_VALUES],
+)
+def test_bad_input_is_one_sentence(shell, code, arguments, said):
     x = np.load("x.npy")
     shell.fitted()
     Path("text.npy").write_text("not an array")
@@ -258,7 +284,7 @@ def test_bad_input_is_one_sentence(shell, arguments, said):
     if "trained" in arguments:
         shell.ok("train", "trained", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20")
     before = shell.tree()
-    assert said in shell.refused(*arguments)
+    assert said in shell.refused(*arguments, code=code)
     after = shell.tree()
     if Path("run/codes.partial").exists():  # may stay, so that encoding can go on
         before |= {n: c for n, c in after.items() if "codes.partial" in n or n.endswith("/run.json")}
@@ -271,6 +297,10 @@ def test_bad_input_is_one_sentence(shell, arguments, said):
         (["serch", "run"], "unknown command 'serch', did you mean search?"),
         (["fit", "run", "x.npy", "--codeword", "5"], "unknown option '--codeword', did you mean --codewords?"),
         (["fit", "run", "x.npy", "--levels=two"], "invalid int value: 'two'"),
+        (["fit", "run", "x.npy", "--scale", "foo"], "unknown scale 'foo'"),
+        (["evaluate", "run", "q.npy"], "unexpected argument 'q.npy'"),
+        (["train", "run", "--mining", "hard"], "unknown mining 'hard', did you mean semi_hard?"),
+        (["train", "run", "--schedule", "x"], "unknown schedule 'x' (choose from cosine, constant)"),
         (["index", "run", "--metric", "cosin"], "unknown metric 'cosin', did you mean cosine?"),
         (["train", "run", "--protocol", "cifar10"], "unknown protocol 'cifar10', did you mean cifar10-2?"),
         (["train", "run", "--epoch", "1", "1", "1"], "unknown option '--epoch', did you mean --epochs?"),
@@ -292,6 +322,28 @@ def test_every_command_shows_an_example(capsys, name):
     assert "--json" in printed
 
 
+def test_help_of_train_has_the_defaults_of_runs(shell):
+    """Each option has a sentence; its default is what a run on features has in config.json."""
+    shell.ok("train", "run", "--data", "labelled.npz", *TRAIN, "--ablation", "unsupervised")
+    config, given = json.loads(Path("run/config.json").read_text()), {"ablation", "metric", "hidden", "dim", "levels"}
+    told = set()
+    for action in _parsers()[1]["train"]._actions:
+        text, _, default = (action.help or "").partition(" (default: ")
+        assert len(text.split()) > 2, action.dest
+        assert not action.choices or ", ".join(action.choices) in text
+        first = default.rstrip(")").partition(" for features")[0].split()
+        stored = config.get(action.dest)
+        if default and action.dest not in given and "protocol's" not in default and stored is not None:
+            stored = stored if isinstance(stored, list) else [stored]
+            shown = [
+                {True: "yes", False: "no"}[v] if isinstance(v, bool) else f"{v:g}" if isinstance(v, float) else str(v)
+                for v in stored
+            ]
+            assert first == shown, action.dest
+            told.add(action.dest)
+    assert {"margin", "semantic", "rate", "backbone_rate", "weight_decay", "amp", "batch", "epochs"} <= told
+
+
 def start(*arguments: str) -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
@@ -300,17 +352,46 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_ctrl_c_leaves_no_model(shell):
+@pytest.mark.parametrize("rounds", [0, 4])
+def test_ctrl_c_keeps_the_best_codec_so_far(shell, monkeypatch, rounds):
+    calls, encode = [], functional.encode_checked
+
+    def counted(*arguments):
+        calls.append(1)
+        if len(calls) == rounds + 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return encode(*arguments)
+
+    monkeypatch.setattr(functional, "encode_checked", counted)
+    assert cli.main(["fit", "run", "x.npy", *shell.FIT]) == 130
+    assert len(calls) == rounds + 1
+    out, err = shell.capsys.readouterr()
+    if rounds == 0:
+        assert (out, err) == ("", "drq-fast fit: interrupted; finished files are kept\n")
+        assert [path.name for path in Path("run").iterdir()] == [".lock"]
+        return
+    kept = "fit: interrupted after 4 of 6 rounds; the best codec so far is kept.\n"
+    assert err == f"{kept}drq-fast fit: interrupted; finished files are kept\n"
+    assert out.endswith("run/model.drq: fitted to 3,000 vectors\n")
+    shell.ok("encode", "run", "x.npy")
+    shell.ok("index", "run")
+
+
+def test_ctrl_c_leaves_a_whole_run_or_none(shell):
     process = start("fit", "run", "x.npy", "--rounds", "1000000")
     wait_until(Path("run/.lock").exists)
     time.sleep(1)  # until the fit has begun; it may also be interrupted before
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130
-    assert out == ""
     assert err.strip().splitlines()[-1].startswith("drq-fast fit: interrupted")
     assert "Traceback" not in err
-    assert [path.name for path in Path("run").iterdir()] == [".lock"]
+    if "the best codec so far is kept" in err:
+        assert RecurrentQuantizer.load("run/model.drq").initialised
+        assert "run/model.drq: fitted to" in out
+    else:
+        assert out == ""
+        assert [path.name for path in Path("run").iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize("caught", ["", "except BaseException: pass", "except BaseException: raise ImportError"])
@@ -352,7 +433,9 @@ def test_training_that_was_killed_goes_on(shell, forced):
     assert killed.returncode == -signal.SIGKILL
     assert Path("run/checkpoint.safetensors").exists()
     assert not Path("run/model.drq").exists()
-    shell.ok(*command, *options)
+    assert cli.main([*command, *options]) == 0
+    said = shell.capsys.readouterr().err
+    assert re.search(r"^train: resumes after \d+ of 150 steps, from run/checkpoint.safetensors\.$", said, re.MULTILINE)
     shell.ok("train", "whole", *command[2:], "--checkpoint-seconds", "0")
     assert fingerprint("run/model.drq", "quantizer") == fingerprint("whole/model.drq", "quantizer")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 import zipfile
 
@@ -12,6 +13,8 @@ from PIL import Image
 
 from drq_fast.files import FileError
 from drq_fast.retrieval import datasets
+from drq_fast.retrieval.experiment import read_items
+from drq_fast.retrieval.settings import Settings
 
 NAMES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
@@ -161,6 +164,47 @@ def test_lists_with_columns_and_with_ids(folder):
     assert items.list_number.tolist() == [0, 0, 1]
 
 
+def test_paths_in_lists_may_have_spaces(folder):
+    (folder / "my cats 2").mkdir()
+    for name in ("a  grey cat.png", "7.png"):
+        (folder / "cat" / "0.png").rename(folder / "my cats 2" / name)
+        Image.new("RGB", (20, 20)).save(folder / "cat" / "0.png")
+    paths = ["my cats 2/a  grey cat.png", "my cats 2/7.png"]
+    for labels in (("0", "1"), ("1 0 0", "0\t1 1")):
+        lines = [f"  {path} {label} \n" for path, label in zip(paths, labels, strict=True)]
+        (folder / "list.txt").write_text("".join(lines))
+        items = datasets.image_list(folder / "list.txt")
+        assert [str(path.relative_to(folder)) for path in items.paths] == paths
+        assert len(items.classes) == (2 if labels == ("0", "1") else 3)
+        assert items[[0, 1]].shape[0] == 2
+    assert items.labels.tolist() == [[True, False, False], [False, True, True]]
+
+
+def test_names_of_classes(tmp_path):
+    (tmp_path / "classes.txt").write_text("grey wolf\n\n sea \n")
+    assert datasets.read_classes(tmp_path / "classes.txt") == ["grey wolf", "sea"]
+    for text in ("sea\nsea\n", "\n"):
+        (tmp_path / "classes.txt").write_text(text)
+        with pytest.raises(FileError, match=r"classes.txt must have a different class name in each line\.$"):
+            datasets.read_classes(tmp_path / "classes.txt")
+
+
+def test_settings_name_the_classes_of_lists(folder):
+    (folder / "list.txt").write_text("cat/0.png 0\ndog/0.png 1\n")
+    (folder / "classes.txt").write_text("a grey cat\ndog\n")
+    (folder / "words.txt").write_text("dog 1 0\na 0 1\ngrey 0 1\ncat 0 1\n")
+    settings = Settings(data=(str(folder / "list.txt"),), classes=str(folder / "classes.txt"))
+    items = read_items(settings)
+    assert items.classes == ("a grey cat", "dog")
+    assert datasets.read_words(folder / "words.txt", items.classes).tolist() == [[0, 1], [1, 0]]
+    assert read_items(dataclasses.replace(settings, classes=None)).classes == ("0", "1")
+    with pytest.raises(ValueError, match=r"^train: classes must be left out unless the data are lists of images, got"):
+        read_items(dataclasses.replace(settings, data=(str(folder),)))
+    (folder / "classes.txt").write_text("cat\n")
+    with pytest.raises(FileError, match=r"line 2 of .*list.txt has class 1, not one of 0\.\.0\.$"):
+        read_items(settings)
+
+
 @pytest.mark.parametrize(
     ("text", "classes", "message"),
     [
@@ -171,7 +215,7 @@ def test_lists_with_columns_and_with_ids(folder):
         ("a 0 1\n", ["x", "y", "z"], r"line 1 of .* must have 3 columns of 0 or 1 after the path\.$"),
         ("a 1\nb 0\nc 0 1\n", None, r"line 3 of .* must have one class after the path, like the lines before it\.$"),
         ("a 3000000000\n", None, r"line 1 of .* has class 3000000000, not one of 0\.\.0\.$"),
-        ("a 0\nb\n", None, r"line 2 of .* has no label\.$"),
+        ("a 0\nb\n", None, r"line 2 of .* must be a path and integers, got 'b'\.$"),
         ("a zero\n", None, r"line 1 of .* must be a path and integers, got 'a zero'\.$"),
         ("\n", None, r"lists no images\.$"),
         ("a 1 0\nb 1 0\n", ["x", "y"], r"^datasets: the class 'y' has no items\.$"),

@@ -376,6 +376,41 @@ def test_integers_are_fitted_as_floats(dtype):
         layers[0].fit(x.long())
 
 
+def test_interrupted_in_early_rounds_it_keeps_the_best_of_them(monkeypatch):
+    """The first rounds use half of the vectors each; the noise of a later one may be worse than an earlier codec."""
+    costs, collect = [], fit._collect
+
+    def collected(x, codes, codebook, energy):
+        if len(costs) == 9:
+            raise KeyboardInterrupt
+        statistics = collect(x, codes, codebook, energy)
+        costs.append((x - codebook[codes[:, 0].long()]).square().sum(dim=1).mean())
+        return statistics
+
+    monkeypatch.setattr(fit, "_collect", collected)
+    x = data()
+    fitted = fit.fit(x, 16, 1, noise=3.0, rounds=40, seed=0)
+    nearest = torch.cdist(x - x.mean(dim=0), fitted.codebook).min(dim=1).values.square().mean()
+    assert costs[-1] > 1.2 * min(costs)
+    assert float(nearest) < 1.1 * float(min(costs))
+
+
+def test_an_interruption_before_the_first_round_or_in_initialise_is_raised(monkeypatch):
+    def encode(*arguments, **options):
+        left.pop()
+        if not left:
+            raise KeyboardInterrupt
+        return whole(*arguments, **options)
+
+    whole = functional.encode_checked
+    monkeypatch.setattr(functional, "encode_checked", encode)
+    for rounds, call in ((1, RecurrentQuantizer.fit), (3, RecurrentQuantizer.initialise)):
+        layer, left = RecurrentQuantizer(12, 32, 3), [1] * rounds
+        with pytest.raises(KeyboardInterrupt):
+            call(layer, data())
+        assert not layer.initialised
+
+
 def test_more_codewords_than_can_be_solved_for(monkeypatch):
     monkeypatch.setattr(fit, "_SOLVABLE", 8)
     errors = RecurrentQuantizer(12, 16, 2).fit(data(500), rounds=2, seed=0)

@@ -70,9 +70,10 @@ def test_a_small_class_gives_all_it_has_and_says_so():
     labels[:1250, 0] = labels[1250:, 1] = True
     with pytest.warns(UserWarning, match="^split: class 1 has ") as caught:
         found = split("cifar10-2", labels)
+    said = "all that are left are drawn (the options --train and --query set the counts)."
     assert [str(warning.message) for warning in caught] == [
-        "split: class 1 has 50 of 100 queries; all are taken.",
-        "split: class 1 has 0 of 500 training images; all are taken.",
+        f"split: class 1 has only 50 images left for 100 queries; {said}",
+        f"split: class 1 has only 0 images left for 500 training images; {said}",
     ]
     assert labels[found.query].sum(dim=0).tolist() == [100, 50]
 
@@ -87,8 +88,19 @@ def test_seeds(protocol):
 def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"^split: protocol must be one of 'cifar10-1', .*, got 'cifar'\.$"):
         split("cifar", CIFAR)
-    with pytest.raises(ValueError, match="none left for"), pytest.warns(UserWarning, match="all are taken"):
+    counts = "got 100 queries per class and 500 training images per class of 500 items"
+    options = r"\(the options --train and --query set the counts\)\.$"
+    few = "small enough to leave items"
+    with pytest.raises(ValueError, match=f"^split: query must be {few} to train on, {counts} {options}"):
         split("cifar10-2", CIFAR[:500])
+    with pytest.raises(ValueError, match=f"^split: train must be {few} for the database, .* of 1100 items {options}"):
+        split("cifar10-2", CIFAR[:1100])
+    with pytest.warns(
+        UserWarning, match="class 0 has only 10 images left for 500 training images, and 9 more classes "
+    ):
+        split("imagenet100-2", CIFAR[:200], list_number=(torch.arange(200) >= 100).long(), train=500)
+    with pytest.raises(ValueError, match=r"query must be .*, got 500 queries and 5 training images of 500 items \("):
+        split("nuswide-2", CIFAR[:500], train=5, query=500)
     assert {rule.R for rule in PROTOCOLS.values()} == {5000, 54000}
     with pytest.raises(ValueError, match=r"^split: labels must be bool \[N, C\], got torch.int64 \[60000\]\.$"):
         split("cifar10-1", CIFAR.long().argmax(dim=1))

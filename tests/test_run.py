@@ -146,7 +146,25 @@ def test_data_that_changed_after_training_are_noticed(shell):
     pack = dict(np.load("labelled.npz"))
     pack["x"][runs.Run("run").experiment().split.database] += 1
     np.savez("labelled.npz", **pack)
-    assert "are codes of other items than the database" in shell.refused("evaluate", "run")
+    assert "the data have changed since run/codes.npy was encoded" in shell.refused("evaluate", "run")
+
+
+def test_a_run_without_names_of_classes_is_read_as_before(shell):
+    """Version 0.1.0 did not write them."""
+    shell.ok("train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20")
+    shell.ok("encode", "run")
+    config = json.loads(Path("run/config.json").read_text())
+    assert config.pop("classes") is None
+    Path("run/config.json").write_text(json.dumps(config))
+    assert "classes" not in json.loads(Path("run/codes.json").read_text())["source"]
+    shell.ok("evaluate", "run")
+
+
+def test_codes_of_other_vectors_than_the_database_are_noticed(shell):
+    shell.ok("train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20")
+    np.save("wide.npy", np.zeros((45, 48), np.float32))
+    shell.ok("encode", "run", "wide.npy")
+    assert "run/codes.npy has other vectors' codes; encode again with --force" in shell.refused("evaluate", "run")
 
 
 def test_a_network_that_is_lost_is_not_trained_again(shell):

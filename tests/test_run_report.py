@@ -29,10 +29,10 @@ def command(*arguments: object) -> None:
     assert cli.main([str(argument) for argument in arguments]) == 0
 
 
-def refused(capsys, *arguments: object) -> str:
+def refused(capsys, *arguments: object, code: int = 1) -> str:
     """The one line that a command ends with."""
     capsys.readouterr()
-    assert cli.main([str(argument) for argument in arguments]) == 1
+    assert cli.main([str(argument) for argument in arguments]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     lines = captured.err.strip().splitlines()
@@ -87,17 +87,47 @@ def test_a_trained_run_beside_another(runs, capsys):
     assert facts["runs"][0]["metrics"] == json.loads((runs / "run" / "metrics.json").read_text())
     assert facts["items"]["classes"] == ["owl", "</script>", "a & b"]
     text = (folder / "report.md").read_text()
-    rows = [line.split(" | ") for line in text.splitlines() if re.match(r"\| \d+ \|", line)]
-    wanted = [
-        [f"{run['metrics']['lengths'][n][key]:.4f}" for key in ("mAP", "error") for run in facts["runs"]]
-        for n in range(3)
-    ]
-    assert [[cell.strip(" |") for cell in row[2:]] for row in rows] == wanted
-    assert [row[0].strip("| ") for row in rows] == ["3", "6", "9"]
+    exact = facts["runs"][0]["metrics"]["exact"]
+    for what, key in (("mAP@60", "mAP"), ("Relative squared error", "error")):
+        rows = [
+            f"| {run['name']} | " + " | ".join(f"{row[key]:.4f}" for row in run["metrics"]["lengths"])
+            for run in facts["runs"]
+        ]
+        head = (
+            f"## {what} by code length\n\n| run | 3 bits | 6 bits | 9 bits | exact |\n| --- | --- | --- | --- | --- |"
+        )
+        assert f"{head}\n{rows[0]} | {exact[key]:.4f} |\n{rows[1]} |  |\n" in text
     for name in LABELLED:
         assert f"]({name})" in text
         assert (folder / name).stat().st_size > 5000
     assert "| ablation | none | unsupervised |" in text
+
+
+def test_a_trained_run_beside_several(runs):
+    others = [runs / name for name in ("second", "third")]
+    for other in others:
+        shutil.copytree(runs / "plain", other)
+    beside = [word for other in (runs / "plain", *others) for word in ("--beside", other)]
+    command("report", runs / "run", *beside, "--points", 40)
+    folder = runs / "run" / "report"
+    facts = json.loads((folder / "report.json").read_text())
+    names = ["run", "plain (unsupervised)", "second (unsupervised)", "third (unsupervised)"]
+    assert [run["name"] for run in facts["runs"]] == names
+    text = (folder / "report.md").read_text()
+    assert text.startswith(f"# {' beside '.join(names)}\n")
+    for name in names:
+        assert len(re.findall(rf"^\| {re.escape(name)} \| [\d.]+ \| [\d.]+ \| [\d.]+ \|", text, re.MULTILINE)) == 2
+    assert [other["run"] for other in data_of(folder / "page.html")["beside"]] == names[1:]
+    drawn = (folder / "usage.svg").read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in names)
+
+
+def test_runs_of_the_same_name_have_the_names_of_their_folders(runs):
+    for name in ("a", "b"):
+        shutil.copytree(runs / "plain", runs / name / "same")
+    parts = [report._part(Run(runs / name)) for name in ("run", "a/same", "b/same")]
+    found = report._distinct_names(parts, [Run(runs / name) for name in ("run", "a/same", "b/same")])
+    assert [part.name for part in found] == ["run", str(runs / "a/same"), str(runs / "b/same")]
 
 
 def test_names_are_drawn_and_written_as_they_are(runs):
@@ -217,13 +247,15 @@ def test_what_a_killed_report_left_is_cleared_away(runs):
 
 
 def test_only_runs_with_the_same_split_stand_beside_each_other(runs, capsys):
-    message = refused(capsys, "report", runs / "run", "--beside", runs / "other")
+    message = refused(capsys, "report", runs / "run", "--beside", runs / "other", code=2)
     expected = (
-        f"beside must be a run on the same data with the same split, got {runs / 'other'}, whose seed is 1 and not 0"
+        f"--beside must be a run on the same data with the same split, got {runs / 'other'}, whose seed is 1 and not 0"
     )
     assert message == f"drq-fast report: {expected}."
-    message = refused(capsys, "report", runs / "run", "--beside", runs / "fitted")
+    message = refused(capsys, "report", runs / "run", "--beside", runs / "fitted", code=2)
     assert message.endswith("whose command is fit and not train.")
+    message = refused(capsys, "report", runs / "run", "--beside", runs / "plain", "--beside", runs / "plain", code=2)
+    assert message.endswith(f"--beside must be runs that are not in the report already, got {runs / 'plain'}.")
     assert not (runs / "run" / "report").exists()
 
 
@@ -248,8 +280,8 @@ def test_counts_that_are_the_protocols_own_are_the_same_split(made):
 )
 def test_pixels_of_the_wrong_shape(runs, capsys, array, got):
     np.save(runs / "wrong.npy", array)
-    message = refused(capsys, "report", runs / "run", "--images", runs / "wrong.npy")
-    expected = "images must be uint8 [120, H, W] or [120, H, W, 3], a picture per item, got"
+    message = refused(capsys, "report", runs / "run", "--images", runs / "wrong.npy", code=2)
+    expected = "--images must be uint8 [120, H, W] or [120, H, W, 3], a picture per item, got"
     assert message == f"drq-fast report: {expected} {got}."
 
 
@@ -257,7 +289,7 @@ def test_other_refusals(runs, capsys):
     assert "nowhere.npy cannot be read" in refused(capsys, "report", runs / "run", "--images", runs / "nowhere.npy")
     (runs / "text.npy").write_text("text")
     assert "is not a complete .npy file" in refused(capsys, "report", runs / "run", "--images", runs / "text.npy")
-    message = refused(capsys, "report", runs / "fitted", "--images", runs / "pixels.npy")
+    message = refused(capsys, "report", runs / "fitted", "--images", runs / "pixels.npy", code=2)
     assert "images must be left out for a fitted run" in message
     (runs / "plain" / "queries.npy").unlink()
     assert "queries.npy does not exist; `drq-fast evaluate" in refused(capsys, "report", runs / "plain", "--points", 0)
@@ -294,7 +326,7 @@ def test_images_of_a_folder_are_on_the_page(tmp_path, capsys):
     data = data_of(tmp_path / "run" / "report" / "page.html")
     assert len(data["queries"]) == 3
     assert len(data["images"]) == len(set(data["images"])) == 3 + 12
-    message = refused(capsys, "report", tmp_path / "run", "--images", tmp_path / "run" / "codes.npy", "--force")
+    message = refused(capsys, "report", tmp_path / "run", "--images", tmp_path / "run" / "codes.npy", "--force", code=2)
     assert "images must be left out for a run on images" in message
 
 

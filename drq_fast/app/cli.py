@@ -1,7 +1,7 @@
 """The entry point of the `drq-fast` command: runs one command, prints its result, and turns errors into exit codes.
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 for success, 1 for an error, 2 for wrong options, 130
-for Ctrl-C.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 for success, 2 for an option or argument that is
+unknown, missing or has a value that is not allowed, 1 for any other error, 130 for Ctrl-C.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from typing import Any, NoReturn
 
 
 class _Interrupted(BaseException):
-    """Ctrl-C. It is not a KeyboardInterrupt, because `RecurrentQuantizer.fit` catches that to return its best codec."""
+    """Ctrl-C in all commands but `fit`. Code that catches KeyboardInterrupt to go on does not catch this."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    name = "drq-fast"
+    name, shown = "drq-fast", dict[str, str]()
     try:  # imports are inside it, so that Ctrl-C is caught while they run
         from .options import parse
 
         options = parse(arguments)
-        name = options.prog
+        name, shown = options.prog, options.shown
         with _interruptible():
             from . import commands  # imports torch, which takes seconds
-        with _interruptible(), _notes(name):
+        # `RecurrentQuantizer.fit` catches KeyboardInterrupt and keeps its best codec, which the command then writes.
+        with _interruptible(KeyboardInterrupt if options.command == "fit" else _Interrupted), _notes(name):
             result, text = getattr(commands, options.command)(options)
-        print(json.dumps(result, indent=1) if options.json else text, flush=True)
+            print(json.dumps(result, indent=1) if options.json else text, flush=True)
         return 0
     except (_Interrupted, KeyboardInterrupt):
         return _failed(f"{name}: interrupted; finished files are kept", 130)
@@ -42,9 +43,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (ValueError, TypeError, OSError, MemoryError, ImportError, RuntimeError, OverflowError) as error:
-        # One line, without the name of the Python function and the C++ stack that torch appends.
-        message = re.sub(r"^\w+: ", "", " ".join(str(error).partition("\nException raised")[0].split()))
+        # One line, without the C++ stack that torch appends.
+        message = _without_function(" ".join(str(error).partition("\nException raised")[0].split()))
+        wrong = re.match(r"\w+(?= must be )", message)  # the form of `checks.fail`
+        if wrong and wrong[0] in shown:
+            return _failed(f"{name}: {shown[wrong[0]]}{message[wrong.end() :]}", 2)
         return _failed(f"{name}: {message or type(error).__name__}", 1)
+
+
+def _without_function(message: str) -> str:
+    """A message without the name of the Python function that it starts with."""
+    return re.sub(r"^\w+: ", "", message)
 
 
 def _failed(message: str, code: int) -> int:
@@ -53,8 +62,8 @@ def _failed(message: str, code: int) -> int:
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
-    """Raises _Interrupted after Ctrl-C, even if the code inside swallows the exception or replaces it by another.
+def _interruptible(kind: type[BaseException] = _Interrupted) -> Iterator[None]:
+    """Raises `kind` at Ctrl-C; raises _Interrupted at the end if the code inside swallowed or replaced that.
 
     Python itself swallows, and prints, exceptions of signal handlers that run in a callback, as imports have them.
     """
@@ -63,10 +72,10 @@ def _interruptible() -> Iterator[None]:
     def interrupt(*_: object) -> NoReturn:
         nonlocal interrupted
         interrupted = True
-        raise _Interrupted
+        raise kind
 
     def unraisable(event: Any) -> None:
-        if event.exc_type is not _Interrupted:
+        if event.exc_type is not kind:
             hook(event)
 
     ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN  # a shell sets this for background jobs
@@ -88,10 +97,14 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def _notes(name: str) -> Iterator[None]:
-    """Prints warnings as single lines that start with the name of the command."""
+    """Prints warnings as single lines that start with the name of the command, not of the Python function."""
+
+    def note(message: Warning | str, *_: object, **__: object) -> None:
+        print(f"{name}: note: {_without_function(str(message))}", file=sys.stderr)
+
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = lambda message, *_, **__: print(f"{name}: note: {message}", file=sys.stderr)
+        warnings.showwarning = note
         yield
 
 

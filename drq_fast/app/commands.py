@@ -116,6 +116,8 @@ def search(options: argparse.Namespace) -> Result:
     k = min(checks.integer("search", "k", options.k, 1), max(len(made), 1))
     own = None if options.vectors is None else files.read_array("search", options.vectors, mmap=True)
     keep = None if options.keep is None else files.read_array("search", options.keep)
+    if options.refine is not None and own is None and made.vectors is None:
+        checks.fail("search", "vectors", "given with --refine, as the index has codes only", "none")
     scores, ids = made.search(queries.read(0, len(queries)), k, L, keep, refine=options.refine, vectors=own)
     if target is not None:
         archive = io.BytesIO()
@@ -185,7 +187,7 @@ def train(options: argparse.Namespace) -> Result:
     given = {} if options.config is None else _read_settings(Path(options.config))
     given |= {name: value for name, value in vars(options).items() if name in _SETTINGS}
     if not given.get("data"):
-        checks.fail("train", "data", "given by --data, a folder or a file", "nothing")
+        checks.fail("train", "data", "a folder or a file", "nothing")
     settings = Settings(**{name: given[name] for name in given.keys() & _fields(Settings)}).resolved()
     changes = {name: given[name] for name in given.keys() & _fields(Config)}
     experiment = Experiment(settings, dataclasses.replace(settings.config, **changes))
@@ -226,7 +228,8 @@ def evaluate(options: argparse.Namespace) -> Result:
     if metrics.get("exact"):
         rows.append(("exact", f"{metrics['exact'][name]:.4f}", ""))
     what = f"mAP@{metrics['R']:,}" if trained else f"recall@{metrics['k']}"
-    return metrics, f"{_table(('code', what, 'relative squared error'), rows)}\n{run.metrics}"
+    table = _table(("code", what, "relative squared error"), rows)
+    return metrics, f"{table}\n{run.metrics}: metric {metrics['metric']}"
 
 
 def report(options: argparse.Namespace) -> Result:
@@ -235,7 +238,7 @@ def report(options: argparse.Namespace) -> Result:
 
     written = reporting.write(
         Run(options.folder),
-        beside=None if options.beside is None else Run(options.beside),
+        beside=[Run(folder) for folder in options.beside],
         images=None if options.images is None else Path(options.images),
         queries=checks.integer("report", "queries", options.queries, 1),
         points=checks.integer("report", "points", options.points, 0),
@@ -252,25 +255,34 @@ def _database(run: Run, experiment: Experiment, layer: RecurrentQuantizer) -> It
 def _by_labels(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace) -> dict[str, Any]:
     """Metrics of a trained run; encodes the database if there are no codes, and writes the queries' features."""
     if options.queries is not None:
-        checks.fail("evaluate", "queries", "those of the protocol for a trained run", options.queries)
+        checks.fail("evaluate", "queries", "left out for a trained run, whose protocol has queries", options.queries)
+    if options.k is not None:
+        checks.fail("evaluate", "k", "left out for a trained run, whose protocol has a depth R", options.k)
     experiment = run.experiment()
     database = _database(run, experiment, layer)
     if not run.codes.exists():
         run.encode(layer, database, beam=1, force=options.force)
     codes, made_by = run.load_codes()
-    if made_by.get("source") != json.loads(json.dumps(database.identity())):
-        raise FileError(f"run: {run.codes} are codes of other items than the database; encode again with --force.")
+    source, here = made_by.get("source"), json.loads(json.dumps(database.identity()))
+    if source != here:
+        same = isinstance(source, dict) and source | {"files": ""} == here | {"files": ""}
+        what = (
+            f"the data have changed since {run.codes} was encoded" if same else f"{run.codes} has other vectors' codes"
+        )
+        raise FileError(f"run: {what}; encode again with --force.")
     query = experiment.features(database.model, experiment.split.query)
     run.claim(run.queries)
     files.write_array(run.queries, query.numpy())
     x = experiment.features(database.model, experiment.split.database) if options.exact else None
-    return measures.by_labels(layer, codes, query, experiment, _metric(run, options), x)
+    return measures.by_labels(layer, codes, query, experiment, _searched_metric(run, options), x)
 
 
 def _by_neighbours(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace) -> dict[str, Any]:
     """Metrics of a fitted run."""
     if options.queries is None:
-        checks.fail("evaluate", "queries", "a file of vectors given by --queries for a fitted run", "none")
+        checks.fail("evaluate", "queries", "a file of vectors for a fitted run", "none")
+    if options.exact:
+        checks.fail("evaluate", "exact", "left out for a fitted run, whose recall is measured by exact search", True)
     codes, made_by = run.load_codes()
     with files.describing(run.made_by, "codes of vectors in files"):
         paths = [Path(file["path"]) for file in made_by["source"]]
@@ -280,13 +292,21 @@ def _by_neighbours(run: Run, layer: RecurrentQuantizer, options: argparse.Namesp
     queries = VectorFiles([options.queries])
     if queries.dim != layer.dim:
         checks.fail("evaluate", "queries", f"of {layer.dim} dimensions, as the model is", queries.dim)
-    k = checks.integer("evaluate", "k", options.k, 1, len(codes))
-    return measures.by_neighbours(layer, codes, vectors, queries.read(0, len(queries)), k, _metric(run, options))
+    k = checks.integer("evaluate", "k", min(10, len(codes)) if options.k is None else options.k, 1, len(codes))
+    query = queries.read(0, len(queries))
+    return measures.by_neighbours(layer, codes, vectors, query, k, _searched_metric(run, options))
 
 
 def _metric(run: Run, options: argparse.Namespace) -> str:
     """The metric of the options, else of the run."""
     return options.metric or run.read_json(run.config, "fit").get("metric", "l2")
+
+
+def _searched_metric(run: Run, options: argparse.Namespace) -> str:
+    """The metric of the options, else of the index, else of the run."""
+    if options.metric is None and run.index.exists():
+        return Index.load(run.index, mmap=True).metric
+    return _metric(run, options)
 
 
 def _make_way(run: Run, config: dict[str, Any], force: bool) -> None:
@@ -333,7 +353,7 @@ def _not_inside(run: Run, paths: Iterable[str]) -> None:
     """Raises ValueError if a file of vectors is in the run's folder, where commands replace files."""
     for path in paths:
         if Path(path).resolve().parent == run.folder.resolve():
-            checks.fail("vectors", "a file", f"outside of {run.folder}, whose files are replaced", path)
+            checks.fail("vectors", "vectors", f"outside of {run.folder}, whose files are replaced", path)
 
 
 def _levels(length: int | None, codewords: int, levels: int) -> int:

@@ -11,9 +11,15 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..constants import METRICS, ROUNDS
-from ..retrieval.settings import ABLATIONS, FOR_FEATURES, FOR_IMAGES, PROTOCOLS, Config, Settings
+from ..retrieval.settings import ABLATIONS, FOR_FEATURES, FOR_IMAGES, MINING, PROTOCOLS, SCHEDULES, Config, Settings
 
-_CHOICES = {"protocol": tuple(PROTOCOLS), "ablation": tuple(ABLATIONS), "metric": METRICS}
+_CHOICES = {
+    "protocol": tuple(PROTOCOLS),
+    "ablation": tuple(ABLATIONS),
+    "metric": METRICS,
+    "schedule": SCHEDULES,
+    "mining": MINING,
+}
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
@@ -41,13 +47,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options of the command line; `command` is the name of the command and `prog` starts its messages."""
+    """The options of the command line; `command` is the name of the command and `prog` starts its messages.
+
+    `shown`: the names of all options and arguments as they are typed, by their names in Python.
+    """
     parser, commands = _parsers()
     options, unknown = parser.parse_known_args(arguments)
     command = commands[options.command]
     options.prog = command.prog
+    options.shown = {action.dest: (*action.option_strings, action.dest)[0] for action in command._actions}
     if unknown:
         wrong = unknown[0].partition("=")[0]
+        if not wrong.startswith("-"):
+            command.error(f"unexpected argument {wrong!r}")
         command.error(f"unknown option {wrong!r}{nearest(wrong, command._option_string_actions)}")
     return options
 
@@ -119,7 +131,7 @@ def _encode(add: Any) -> None:
 
 def _index(add: Any) -> None:
     parser = _command(add, "index", "make an index of the codes", "Writes RUN/index.drq.", "index run --metric cosine")
-    _metric(parser)
+    _metric(parser, "that of a trained run, else l2")
     parser.add_argument("--ids", metavar="FILE.npy", help="integers [N], one id per vector (default: row numbers)")
 
 
@@ -180,15 +192,10 @@ def _train(add: Any) -> None:
         "train run --data cifar-10-batches-bin --protocol cifar10-2 --words words.txt",
     )
     parser.add_argument("--config", metavar="FILE.json", help="settings by name, in the format of RUN/config.json")
-    group, kinds = parser.add_argument_group("data and network"), typing.get_type_hints(Settings)
-    for field in dataclasses.fields(Settings):
-        default = "" if field.default in (None, dataclasses.MISSING) else f"default: {field.default}"
-        _setting(group, field.name, kinds[field.name], _HELP.get(field.name, default))
-    group, kinds = parser.add_argument_group("training"), typing.get_type_hints(Config)
-    for field in dataclasses.fields(Config):
-        features, images = (_shown(preset.get(field.name, field.default)) for preset in (FOR_FEATURES, FOR_IMAGES))
-        default = f"default: {features}" + (f" for features, {images} for images" if images != features else "")
-        _setting(group, field.name, kinds[field.name], default)
+    for title, options in (("data and network", Settings), ("training", Config)):
+        group, kinds = parser.add_argument_group(title), typing.get_type_hints(options)
+        for field in dataclasses.fields(options):
+            _setting(group, field, kinds[field.name])
 
 
 def _evaluate(add: Any) -> None:
@@ -201,9 +208,9 @@ def _evaluate(add: Any) -> None:
         "evaluate run --queries queries.npy -k 10",
     )
     parser.add_argument("--queries", metavar="FILE.npy", help="for a fitted run: numbers [Q, D]")
-    _metric(parser)
+    _metric(parser, "that of the index, else of a trained run, else l2")
     parser.add_argument("--exact", action="store_true", help="for a trained run: also rank by the features themselves")
-    _number(parser, "-k", 10, "for a fitted run: neighbours per query")
+    _number(parser, "-k", None, "for a fitted run: neighbours per query (default: 10)")
 
 
 def _report(add: Any) -> None:
@@ -213,9 +220,10 @@ def _report(add: Any) -> None:
         "tables, figures and a page with retrieved images",
         "Writes RUN/report: report.md, report.json, figures, and page.html, where a slider over the code length\n"
         "re-ranks retrieved images.",
-        "report run --beside unsupervised_run",
+        "report run --beside no_triplet_run --beside unsupervised_run",
     )
-    parser.add_argument("--beside", metavar="RUN", help="another run on the same data, to compare with")
+    text = "another run on the same data, to compare with; several by repeating the option"
+    parser.add_argument("--beside", action="append", default=[], metavar="RUN", help=text)
     text = "for data that are features: pixels of all items, uint8 [N, H, W] or [N, H, W, 3]"
     parser.add_argument("--images", metavar="FILE.npy", help=text)
     _number(parser, "--queries", 12, "sample queries on the page")
@@ -234,8 +242,8 @@ def _info(add: Any) -> None:
     )
 
 
-def _metric(parser: _Parser) -> None:
-    text = "l2, ip or cosine (default: the metric of a trained run, else l2)"
+def _metric(parser: _Parser, default: str) -> None:
+    text = f"l2, ip or cosine (default: {default})"
     parser.add_argument("--metric", choices=METRICS, metavar="metric", help=text)
 
 
@@ -244,13 +252,10 @@ def _number(parser: _Parser, name: str, default: int | None, text: str) -> None:
     parser.add_argument(name, type=int, default=default, metavar="int", help=text + shown)
 
 
-def _shown(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def _setting(group: Any, name: str, kind: Any, text: str) -> None:
+def _setting(group: Any, field: dataclasses.Field[Any], kind: Any) -> None:
     """Adds a field of Settings or Config as an option; if it is not given, the namespace does not have it."""
-    keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+    name = field.name
+    keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": _help(field)}
     if kind is bool:
         keywords["action"] = argparse.BooleanOptionalAction
     elif name == "data":
@@ -265,16 +270,68 @@ def _setting(group: Any, name: str, kind: Any, text: str) -> None:
     group.add_argument(f"--{name.replace('_', '-')}", **keywords)
 
 
+def _help(field: dataclasses.Field[Any]) -> str:
+    """What a setting means, its choices, and the default of a run on features and of one on images."""
+    text, choices = _HELP[field.name], _CHOICES.get(field.name)
+    text += f": {', '.join(choices)}" if choices else ""
+    features, images = (_typed(preset.get(field.name, field.default)) for preset in (FOR_FEATURES, FOR_IMAGES))
+    default = _DEFAULTS.get(
+        field.name, features if features == images else f"{features} for features, {images} for images"
+    )
+    return f"{text} (default: {default})" if default else text
+
+
+def _typed(value: Any) -> str:
+    """A default as it is typed; "" if there is none."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    return "" if value in (None, dataclasses.MISSING) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
 _HELP = {
-    "data": "a folder, a file or several lists",
+    "data": "a folder, a file or several lists of images",
     "labels": "for features in a .npy: class numbers [N] or flags [N, C] in a .npy",
     "root": "folder that the paths in lists of images are relative to",
+    "classes": "for lists of images: a text file with the names of the classes, one per line",
     "words": "vectors of the class names: a matrix, or a text file of word vectors",
-    "protocol": f"one of {', '.join(PROTOCOLS)} (default: cifar10-2)",
-    "ablation": f"one of {', '.join(ABLATIONS)} (default: none)",
-    "metric": "for ranking: l2, ip or cosine (default: ip; l2 for unsupervised)",
+    "protocol": "how training images, queries and database are drawn",
     "train": "training images, per class or in total as in the protocol",
     "query": "queries, per class or in total as in the protocol",
-    "backbone": "for images: efficientnet-lite0 (default), or a state dict file of torchvision's AlexNet",
-    "codewords": "codewords K in the shared codebook (default: the protocol's)",
+    "backbone": "network for images: efficientnet-lite0, or a state dict file of torchvision's AlexNet",
+    "size": "height and width of images as the network sees them, in pixels",
+    "hidden": "for features: width of the layer above them",
+    "dropout": "for features: dropout of this layer, at least 0 and below 1",
+    "dim": "dimensions of the vectors that are quantized, fc8 and fc9 together",
+    "codewords": "codewords K in the shared codebook",
+    "levels": "levels M: rounds of quantization",
+    "ablation": "the row of the paper's ablation table",
+    "metric": "metric that items are ranked by",
+    "epochs": "epochs of each stage: features alone, one level of codes, all levels",
+    "batch": "items in a batch, over all processes",
+    "rate": "learning rate of the new layers",
+    "backbone_rate": "learning rate of the backbone",
+    "schedule": "course of the learning rates, which fall to 0 (cosine) or stay",
+    "weight_decay": "weight decay of Adam",
+    "margin": "margin of the triplet loss",
+    "mining": "which negatives the triplets of a batch have",
+    "semantic": "weight of the adaptive margin loss l_s",
+    "triplet": "weight of the triplet loss l_t",
+    "quantization": "weight of the loss of the quantizer",
+    "detach": "keep the loss of the quantizer from training the network",
+    "freeze_norms": "keep the weights and statistics of batch norms",
+    "augment": "for images: train on random crops, mirrored and in other colours",
+    "amp": "compute the network in bfloat16",
+    "workers": "processes that read images; 0 reads them in this process",
+    "checkpoint_seconds": "seconds between two checkpoints",
+    "seed": "seed of split and training",
+}
+_DEFAULTS = {
+    "root": "the folder of the first list",
+    "words": "all classes are equally far apart",
+    "train": "the protocol's",
+    "query": "the protocol's",
+    "codewords": "the protocol's",
+    "metric": "ip, l2 for unsupervised",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,19 @@ from ..retrieval.experiment import Experiment
 if TYPE_CHECKING:
     from .report import Part
 
-_COLOURS = ("#c00020", "#0b5fa5")  # of the run and of the run that it is compared with
+# Of the run, then of those that it is compared with.
+_COLOURS = (
+    "#c00020",
+    "#0b5fa5",
+    "#1a7f37",
+    "#b35900",
+    "#6f42c1",
+    "#00807a",
+    "#a0307f",
+    "#5c5c00",
+    "#333333",
+    "#7a4b2a",
+)
 _STYLE: Any = {
     "svg.hashsalt": "drq_fast",
     "font.size": 11,
@@ -34,6 +46,8 @@ _STYLE: Any = {
 }
 _LOSSES = {"semantic": "$l_s$, adaptive margin", "triplet": "$l_t$, triplets", "error": "$E_h + E_s + E_j$, quantizer"}
 _LINES = 4  # per run in a figure; with more levels, some are omitted
+_DETAILED = 2  # runs up to which a figure shows several code lengths of each; of more runs it shows the longest
+_COLUMNS = 3  # of panels, or in a legend
 _NAMED = 20  # classes with a colour of their own
 _COMPONENTS = 50  # principal components that t-SNE starts from
 _GAP = 0.004  # between items of one code, relative to the size of the figure
@@ -95,13 +109,24 @@ def _axes(xlabel: str, ylabel: str) -> tuple[Any, Any]:
     return figure, axes
 
 
+def _panels(count: int, width: float, height: float, margin: float, **options: Any) -> tuple[Any, Any]:
+    """A figure and `count` axes of this size in inches, in rows of up to _COLUMNS; margin: added to the width."""
+    columns = min(count, _COLUMNS)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(width * columns + margin, height * rows), layout="constrained")
+    panels = figure.subplots(rows, columns, squeeze=False, **options).ravel()
+    for axes in panels[count:]:
+        axes.remove()
+    return figure, panels[:count]
+
+
 def _by_bits(parts: Sequence[Part]) -> Any:
     figure, axes = _axes("bits per vector", parts[0].measured)
     lines = []
-    for part, colour in zip(parts, _COLOURS, strict=False):
+    for part, colour in zip(parts, cycle(_COLOURS), strict=False):
         lengths, values = _curve(part, part.measure)
         axes.plot(lengths, values, "o-", color=colour, linewidth=2.4, markersize=7, label=_name(part.name))
-        for x, y in _some(list(zip(lengths, values, strict=True))):
+        for x, y in _some(list(zip(lengths, values, strict=True))) if len(parts) <= _DETAILED else ():
             _note(axes, y, (x, y), (0, -17), colour, ha="center")
         exact = part.metrics.get("exact")
         if exact:
@@ -136,7 +161,7 @@ def _precision_recall(parts: Sequence[Part]) -> Any:
         recall = np.arange(1, len(precision) + 1) / len(precision)
         axes.plot(recall, precision, color=shade, linewidth=2, label=f"{_name(part.name)}, {row['bits']} bits")
     axes.set(xlim=(0, 1), ylim=(0, 1.02))
-    figure.legend(loc="outside lower center", ncols=len(parts) if len(parts) > 1 else 2)
+    figure.legend(loc="outside lower center", ncols=_COLUMNS if len(parts) > _COLUMNS else max(len(parts), 2))
     return figure
 
 
@@ -155,15 +180,15 @@ def _precision(parts: Sequence[Part]) -> Any:
     axes.set_xscale("log")
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set_ylim(top=1.02)
-    figure.legend(loc="outside lower center", ncols=len(parts) if len(parts) > 1 else 2)
+    figure.legend(loc="outside lower center", ncols=_COLUMNS if len(parts) > _COLUMNS else max(len(parts), 2))
     return figure
 
 
 def _rows(parts: Sequence[Part]) -> list[tuple[Part, dict[str, Any], Any]]:
     """The code lengths of every run, each in a shade of the run's colour; longer codes are darker."""
     found = []
-    for part, colour in zip(parts, _COLOURS, strict=False):
-        rows = _some(part.metrics["lengths"])
+    for part, colour in zip(parts, cycle(_COLOURS), strict=False):
+        rows = _some(part.metrics["lengths"]) if len(parts) <= _DETAILED else part.metrics["lengths"][-1:]
         found += [(part, row, _shade(colour, (n + 1) / len(rows))) for n, row in enumerate(rows)]
     return found
 
@@ -190,7 +215,7 @@ def _by_epoch(histories: Sequence[tuple[str, Sequence[dict[str, float]]]]) -> An
     for axes, (key, title) in zip(panels, _LOSSES.items(), strict=True):
         axes.set(title=title, xlabel="epoch")
         axes.title.set_fontsize("medium")
-        for (name, history), colour in zip(histories, _COLOURS, strict=False):
+        for (name, history), colour in zip(histories, cycle(_COLOURS), strict=False):
             if not history:
                 continue
             epochs = [(n, row) for n, row in enumerate(history, 1) if key != "error" or row["levels"]]
@@ -209,7 +234,7 @@ def _by_epoch(histories: Sequence[tuple[str, Sequence[dict[str, float]]]]) -> An
 
 def _error(parts: Sequence[Part]) -> Any:
     figure, axes = _axes("level", "relative squared error")
-    for part, colour in zip(parts, _COLOURS, strict=False):
+    for part, colour in zip(parts, cycle(_COLOURS), strict=False):
         errors = [1.0, *(row["error"] for row in part.metrics["lengths"])]
         axes.plot(range(len(errors)), errors, "o-", color=colour, linewidth=2.4, markersize=7, label=_name(part.name))
         _note(axes, errors[-1], (len(errors) - 1, errors[-1]), (9, 0), colour, va="center")
@@ -222,9 +247,8 @@ def _error(parts: Sequence[Part]) -> Any:
 
 
 def _usage(parts: Sequence[Part]) -> Any:
-    figure = Figure(figsize=(5.6 * len(parts) + 0.8, 4.2), layout="constrained")
-    panels = figure.subplots(1, len(parts), squeeze=False, sharey=True)[0]
-    for axes, part, colour in zip(panels, parts, _COLOURS, strict=False):
+    figure, panels = _panels(len(parts), 5.6, 4.2, 0.8, sharey=True)
+    for axes, part, colour in zip(panels, parts, cycle(_COLOURS), strict=False):
         levels = _some(part.usage())
         for n, level in enumerate(levels, 1):
             share = 100 * np.array(level["counts"][: level["used"]]) / max(sum(level["counts"]), 1)
@@ -239,7 +263,8 @@ def _usage(parts: Sequence[Part]) -> Any:
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_xlim(0, 1.02 * K)
         axes.legend()
-    panels[0].set_ylabel("% of the items")
+    for axes in panels[::_COLUMNS]:
+        axes.set_ylabel("% of the items")
     return figure
 
 
@@ -248,8 +273,7 @@ def _tsne(parts: Sequence[Part], experiment: Experiment, points: int) -> Any:
     labels = experiment.items.labels[experiment.split.database]
     rows = torch.randperm(len(labels), generator=torch.Generator().manual_seed(_SEED))[:points].sort().values
     names, colours, kind = _kinds(labels[rows].numpy(), experiment.items.classes)
-    figure = Figure(figsize=(5.4 * len(parts) + 1.6, 5.2), layout="constrained")
-    panels = figure.subplots(1, len(parts), squeeze=False)[0]
+    figure, panels = _panels(len(parts), 5.4, 5.2, 1.6)
     legend: list[tuple[Any, str]] = []
     for axes, part in zip(panels, parts, strict=True):
         distinct, copy = torch.unique(part.codes[rows], dim=0, return_inverse=True)

@@ -80,7 +80,7 @@ class Part(NamedTuple):
 def write(
     run: Run,
     *,
-    beside: Run | None = None,
+    beside: Sequence[Run] = (),
     images: Path | None = None,
     queries: int = 12,
     points: int = 5000,
@@ -88,7 +88,7 @@ def write(
 ) -> list[Path]:
     """Writes RUN/report and returns its files; an existing report is replaced only with `force`.
 
-    beside: another run on the same data, shown in the same tables and figures. images: pixels for the page where the
+    beside: other runs on the same data, shown in the same tables and figures. images: pixels for the page where the
     data are features. queries: how many the page has. points: database items in the t-SNE picture, 0 for none.
     """
     _need_packages()
@@ -96,10 +96,10 @@ def write(
 
     parts = [_part(run)]
     run.report_vacant(force)
-    if beside is not None:
-        parts.append(_part(beside))
-        _same_data(parts[0], parts[1], beside)
-        parts = _distinct_names(parts, (run, beside))
+    for other in beside:
+        parts.append(_part(other))
+        _same_data(parts[0], parts[-1], other)
+    parts = _distinct_names(parts, [run, *beside])
     first = parts[0]
     experiment = run.experiment() if first.labelled else None
     pixels = _pixels(experiment, images)
@@ -175,10 +175,17 @@ def _answers(part: Part) -> dict[str, Any]:
     return {name: part.metrics.get(name) for name in _SAME_ANSWERS}
 
 
-def _distinct_names(parts: list[Part], runs: Iterable[Run]) -> list[Part]:
-    if parts[0].name != parts[1].name:
-        return parts
-    return [part._replace(name=str(run.folder)) for part, run in zip(parts, runs, strict=True)]
+def _distinct_names(parts: list[Part], runs: Sequence[Run]) -> list[Part]:
+    """The same runs, named by their folders where names are alike; raises ValueError if a run is there twice."""
+    places = [run.folder.resolve() for run in runs]
+    for run, place in zip(runs, places, strict=True):
+        if places.count(place) > 1:
+            checks.fail("report", "beside", "runs that are not in the report already", run.folder)
+    names = [part.name for part in parts]
+    return [
+        part._replace(name=str(run.folder)) if names.count(part.name) > 1 else part
+        for part, run in zip(parts, runs, strict=True)
+    ]
 
 
 def _pixels(experiment: Experiment | None, images: Path | None) -> page.Pixels | None:
@@ -214,7 +221,7 @@ def _markdown(
         blocks.append("A fitted run has no labels, so there is no page with retrieved images.")
     else:
         blocks.append("[page.html](page.html) shows what is retrieved at every code length; it opens in any browser.")
-    blocks += ["## By code length", _by_length(parts)]
+    blocks += ["## By code length", _by_length(first)] if len(parts) == 1 else _by_run(parts)
     blocks += [f"![{caption}]({file})\n\n{caption}" for file, caption in drawn.items()]
     blocks += ["## Codewords in use", _usage_table(facts), "## Settings", _settings(parts)]
     return "\n\n".join(blocks) + "\n"
@@ -235,21 +242,35 @@ def _summary(part: Part, facts: dict[str, Any]) -> str:
     return text
 
 
-def _by_length(parts: Sequence[Part]) -> str:
-    columns = [(part, what) for what in (parts[0].measured, "relative squared error") for part in parts]
-    head = ["bits", "bytes", *(f"{what}, {part.name}" if len(parts) > 1 else what for part, what in columns)]
+def _by_length(part: Part) -> str:
+    rows = [
+        [str(row["bits"]), f"{row['bytes']:,}", _number(row[part.measure]), _number(row["error"])]
+        for row in part.metrics["lengths"]
+    ]
+    exact = part.metrics.get("exact")
+    if exact:
+        rows.append(["exact", f"{4 * part.layer.dim:,}", _number(exact[part.measure]), _number(exact["error"])])
+    return _table(["bits", "bytes", part.measured, "relative squared error"], rows)
+
+
+def _by_run(parts: Sequence[Part]) -> list[str]:
+    """Two tables with a row for every run and a column for every code length."""
     found = [{row["bits"]: row for row in part.metrics["lengths"]} for part in parts]
-    lengths = {row["bits"]: row["bytes"] for part in parts for row in part.metrics["lengths"]}
-    rows = []
-    for bits, size in sorted(lengths.items()):
-        cells = [_number(by_bits.get(bits, {}).get(key)) for key in (parts[0].measure, "error") for by_bits in found]
-        rows.append([str(bits), f"{size:,}", *cells])
-    exact = [part.metrics.get("exact") or {} for part in parts]
-    if any(exact):
-        sizes = dict.fromkeys(f"{4 * part.layer.dim:,}" for part, row in zip(parts, exact, strict=True) if row)
-        cells = [_number(row.get(key)) for key in (parts[0].measure, "error") for row in exact]
-        rows.append(["exact", " and ".join(sizes), *cells])
-    return _table(head, rows)
+    lengths: list[int | str] = sorted({bits for by_bits in found for bits in by_bits})
+    if any(part.metrics.get("exact") for part in parts):
+        found = [
+            by_bits | {"exact": part.metrics.get("exact") or {}} for by_bits, part in zip(found, parts, strict=True)
+        ]
+        lengths.append("exact")
+    head = ["run", *(length if isinstance(length, str) else f"{length} bits" for length in lengths)]
+    blocks = []
+    for what, key in ((parts[0].measured, parts[0].measure), ("Relative squared error", "error")):
+        rows = [
+            [part.name, *(_number(by_bits.get(length, {}).get(key)) for length in lengths)]
+            for part, by_bits in zip(parts, found, strict=True)
+        ]
+        blocks += [f"## {what} by code length", _table(head, rows)]
+    return blocks
 
 
 def _usage_table(facts: dict[str, Any]) -> str:

@@ -211,6 +211,8 @@ class Run:
 
     def need(self, path: Path, maker: str) -> None:
         """Raises FileNotFoundError if `path` is missing; `maker` names the command that makes it."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(f"run: {self.folder} is a file, not the folder of a run.")
         if not self.folder.is_dir():
             raise FileNotFoundError(f"run: {self.folder} does not exist; `drq-fast fit` or `train` makes a run.")
         if not path.exists():
@@ -243,7 +245,7 @@ class Run:
 
     def experiment(self) -> Experiment:
         """The experiment of a trained run, from its config."""
-        config = self.read_json(self.config, "train")
+        config = {"classes": None} | self.read_json(self.config, "train")  # version 0.1.0 had no names of classes
         if config.get("command") != "train":
             raise FileError(f"run: {self.folder} was fitted without labels, not trained; name the vectors to encode.")
         try:

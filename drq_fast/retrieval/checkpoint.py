@@ -12,6 +12,15 @@ from torch import Tensor, nn
 
 from .. import files
 
+# What has changed if a setting that a checkpoint records as a checksum is another.
+_CHECKSUMS = {
+    "rows": "the data have changed (other items to train on)",
+    "labels": "the data have changed (other labels)",
+    "items": "the data have changed (other images or features)",
+    "words": "the word vectors have changed",
+    "backbone": "the backbone has changed",
+}
+
 
 def make_folder(folder: Path) -> None:
     """Creates the folder of a run and removes temporary files of killed runs; raises OSError if it is not writable."""
@@ -48,6 +57,8 @@ def restore(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run:
     wanted = _flat(json.loads(json.dumps(run)))
     for name in wanted:
         if found.get(name) != wanted[name]:
+            if name in _CHECKSUMS:
+                raise files.FileError(f"train: {_CHECKSUMS[name]} since {path} was written; train in a new folder.")
             there, here = found.get(name), wanted[name]
             raise files.FileError(f"train: {path} belongs to another run: {name} is {there} there and {here} here.")
     weights = {name.removeprefix("model."): t for name, t in tensors.items() if name.startswith("model.")}

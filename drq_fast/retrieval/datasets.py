@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from ..files import FileError, read_array
 from . import pickles
 
 Source = str | os.PathLike[str]
+_INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff"}
 
 
@@ -142,8 +144,9 @@ def image_list(
 ) -> ImageFiles:
     """Images listed in text files, one per line: `path 0 1 0 ...` (a column per class) or `path class_id`.
 
-    Paths are relative to `root`, by default the folder of the first list. Class ids start at 0. With several lists,
-    such as ImageNet's for training and validation, `list_number` tells which one an image came from.
+    Paths may contain spaces; they are relative to `root`, by default the folder of the first list. Class ids start at
+    0. With several lists, such as ImageNet's for training and validation, `list_number` tells which one an image came
+    from.
     """
     files = [Path(lists)] if isinstance(lists, (str, os.PathLike)) else [Path(name) for name in lists]
     if not files:
@@ -169,6 +172,14 @@ def image_list(
     names = [str(c) for c in range(C)] if classes is None else list(classes)
     numbers = torch.tensor([line.number for line in lines])
     return ImageFiles([base / line.path for line in lines], labels, names, size, numbers)
+
+
+def read_classes(path: Source) -> list[str]:
+    """The names of classes in a text file, one per line."""
+    names = [line.strip() for line in _text(Path(path)).splitlines() if line.strip()]
+    if len(set(names)) != len(names) or not names:
+        raise FileError(f"datasets: {path} must have a different class name in each line.")
+    return names
 
 
 def features(path: Source, labels: Source | np.ndarray | None = None) -> FeatureArray:
@@ -295,7 +306,7 @@ def _is_matrix(file: Path) -> bool:
 
 
 class _Line(NamedTuple):
-    """A line of an image list: number of the list, line number, path, and the integers after it."""
+    """A line of an image list: number of the list, line number, path, and the integers that end the line."""
 
     number: int
     place: int
@@ -307,15 +318,13 @@ def _lines(number: int, file: Path) -> list[_Line]:
     """All non-empty lines."""
     lines = []
     for place, line in enumerate(_text(file).splitlines(), 1):
-        path, *fields = line.split() or [""]
-        if not path:
-            continue
+        fields = line.split()
         if not fields:
-            raise FileError(f"datasets: line {place} of {file} has no label.")
-        try:
-            lines.append(_Line(number, place, path, [int(field) for field in fields]))
-        except ValueError:
-            raise FileError(f"datasets: line {place} of {file} must be a path and integers, got {line!r}.") from None
+            continue
+        values = [int(field) for field in itertools.takewhile(_INTEGER.fullmatch, reversed(fields[1:]))][::-1]
+        if not values:
+            raise FileError(f"datasets: line {place} of {file} must be a path and integers, got {line!r}.")
+        lines.append(_Line(number, place, line.strip().rsplit(None, len(values))[0], values))
     if not lines:
         raise FileError(f"datasets: {file} lists no images.")
     return lines

@@ -102,9 +102,10 @@ class ItemSource:
         return len(self.rows)
 
     def identity(self) -> Any:
-        """The settings that identify these items."""
-        settings = self.experiment.settings
-        return dataclasses.asdict(settings) | {"seed": self.experiment.config.seed, "files": _state(settings.data)}
+        """The settings that identify these items; names of classes do not."""
+        settings = dataclasses.asdict(self.experiment.settings)
+        del settings["classes"]
+        return settings | {"seed": self.experiment.config.seed, "files": _state(self.experiment.settings.data)}
 
     def read(self, first: int, last: int) -> Tensor:
         """Features [last - first, dim]."""
@@ -126,6 +127,8 @@ def read_items(settings: Settings) -> Items:
     first = Path(settings.data[0])
     if not first.exists():
         raise FileNotFoundError(f"train: {first} does not exist.")
+    if settings.classes is not None and (first.is_dir() or settings.of_features):
+        checks.fail("train", "classes", "left out unless the data are lists of images", settings.classes)
     if first.is_dir():
         if len(settings.data) > 1:
             checks.fail("train", "data", "one folder, or files", f"{len(settings.data)} with a folder first")
@@ -135,7 +138,8 @@ def read_items(settings: Settings) -> Items:
         if len(settings.data) > 1:
             checks.fail("train", "data", "one file of features", len(settings.data))
         return datasets.features(first, settings.labels)
-    return datasets.image_list(list(settings.data), settings.root, size=_decoded(settings))
+    classes = None if settings.classes is None else datasets.read_classes(settings.classes)
+    return datasets.image_list(list(settings.data), settings.root, classes, _decoded(settings))
 
 
 def _decoded(settings: Settings) -> int:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ..constants import METRICS
 
 MINING = ("semi_hard", "random")
+SCHEDULES = ("cosine", "constant")
 
 
 class Protocol(NamedTuple):
@@ -104,7 +105,7 @@ class Config:
         object.__setattr__(self, "epochs", epochs)
         for name, low in (("batch", 2), ("workers", 0), ("seed", 0)):
             object.__setattr__(self, name, checks.integer(op, name, getattr(self, name), low, (1 << 63) - 1))
-        checks.choice(op, "schedule", self.schedule, ("cosine", "constant"))
+        checks.choice(op, "schedule", self.schedule, SCHEDULES)
         checks.choice(op, "mining", self.mining, MINING)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -140,7 +141,8 @@ class Settings:
     """Data, protocol and network of an experiment; Config has the training.
 
     data: CIFAR-10's folder, a folder of images by class, a file of features, or lists of images (with `root`).
-    labels: of features in an `.npy`. words: vectors of class names. train, query: counts that replace the protocol's.
+    labels: of features in an `.npy`. classes: names of the classes in lists of images. words: vectors of these names.
+    train, query: counts that replace the protocol's.
     backbone: "efficientnet-lite0" or a state dict file of AlexNet, for images of `size` pixels. hidden, dropout: of the
     layer above given features. metric: for ranking; by default "ip", as in the authors' code, and "l2" for the ablation
     "unsupervised".
@@ -149,6 +151,7 @@ class Settings:
     data: tuple[str, ...]
     labels: str | None = None
     root: str | None = None
+    classes: str | None = None
     words: str | None = None
     protocol: str = "cifar10-2"
     train: int | None = None
@@ -171,7 +174,7 @@ class Settings:
         if not isinstance(data, (list, tuple)) or not data or not all(isinstance(path, (str, Path)) for path in data):
             checks.fail(op, "data", "the name of a folder or a file, or of several files", repr(data))
         object.__setattr__(self, "data", tuple(str(path) for path in data))  # a list from JSON becomes a tuple
-        for name in ("labels", "root", "words", "backbone"):
+        for name in ("labels", "root", "classes", "words", "backbone"):
             value = getattr(self, name)
             if not isinstance(value, (str, Path)) and (value is not None or name == "backbone"):
                 checks.fail(op, name, "the name of a file", repr(value))
@@ -196,7 +199,7 @@ class Settings:
 
     def resolved(self) -> Settings:
         """The same settings with absolute paths, which stay valid in any working directory."""
-        names = {name: getattr(self, name) for name in ("labels", "root", "words")}
+        names = {name: getattr(self, name) for name in ("labels", "root", "classes", "words")}
         if self.backbone != "efficientnet-lite0":
             names["backbone"] = self.backbone
         paths: dict[str, Any] = {name: str(Path(path).resolve()) for name, path in names.items() if path}

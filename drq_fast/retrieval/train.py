@@ -10,6 +10,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -124,6 +125,8 @@ def train(
     bar = tqdm(
         total=run.total, initial=run.done, desc="train", unit="step", disable=None if run.ranks.rank == 0 else True
     )
+    if run.ranks.rank == 0 and 0 < run.done < run.total:
+        bar.write(f"train: resumes after {run.done:,} of {run.total:,} steps, from {run.path}.", file=sys.stderr)
     with bar, torch.random.fork_rng(devices):
         while run.position.epoch < sum(config.epochs):  # also after a checkpoint between the last step and its record
             run.epoch(bar)
