@@ -322,13 +322,15 @@ def test_the_highest_id():
 def test_ids_take_four_bytes_until_one_needs_more(tmp_path):
     index = Index(LAYER)
     index.add(X[:3], ids=[5, 2**31 - 1, 7])
-    assert index._rows.ids.dtype is torch.int32 and index.ids.dtype is torch.int64
+    assert index._rows.ids.dtype is torch.int32
+    assert index.ids.dtype is torch.int64
     with pytest.raises(ValueError, match=f"remove: ids must be in the index, got {2**31}, which is not"):
         index.remove([2**31])
     index.save(tmp_path / "index")
     assert Index.load(tmp_path / "index")._rows.ids.dtype is torch.int32
     index.add(X[3:5], ids=[2**31, 3])
-    assert index._rows.ids.dtype is torch.int64 and index.ids.tolist() == [5, 2**31 - 1, 7, 2**31, 3]
+    assert index._rows.ids.dtype is torch.int64
+    assert index.ids.tolist() == [5, 2**31 - 1, 7, 2**31, 3]
     index.remove([2**31 - 1])
     index.save(tmp_path / "index")
     assert Index.load(tmp_path / "index").ids.tolist() == [5, 7, 2**31, 3]
