@@ -70,7 +70,7 @@ def test_filter_and_removal_by_id(shell):
     found = json.loads(shell.ok("search", "run", "q.npy", "-k", "3000", "--json"))
     assert sorted(found["ids"][0]) == [i for i in range(3000) if i not in (5, 7, 2000)]
     before = shell.tree()
-    assert "ids must be in the index, got 5, which is not" in shell.refused("remove", "run", "ids.npy")
+    assert "ids must be in the index, got 5, which is not" in shell.refused("remove", "run", "ids.npy", code=2)
     assert shell.tree() == before
 
 

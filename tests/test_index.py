@@ -446,7 +446,7 @@ def test_bad_values_change_nothing(call, message):
     [
         (lambda i: Index(torch.nn.Linear(2, 2)), "Index: codec must be a Codec or a RecurrentQuantizer, got Linear."),
         (lambda i: i.add(X.long()), "add: x must be floats or integers of at most 32 bits, got torch.int64."),
-        (lambda i: i.add([[1.0]]), "add: x must be a torch.Tensor or a numpy array, got list."),
+        (lambda i: i.add([["a"]]), "add: x must be numbers in lists of equal length, got others."),
         (lambda i: i.add(np.array([["a"]])), "add: x must be an array that torch can read, got <U1"),
         (lambda i: i.add(X[:1], ids=torch.tensor([0.5])), "add: ids must be an integer tensor, got torch.float32."),
         (lambda i: i.add(X[:1], ids=[9.7]), "add: ids must be an integer tensor, got torch.float64."),

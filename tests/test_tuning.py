@@ -47,9 +47,13 @@ def test_settings_cost_more_and_find_more(index, x):
     for wanted in (0.6, 0.97):
         chosen = index.tuning.cheapest(wanted, 10, len(index))
         assert chosen.recall >= wanted
-        assert all(each.recall < wanted for each in settings if each.cost < chosen.cost)
+        safe = wanted + (1 - wanted) / 10
+        assert chosen.recall >= safe
+        assert all(each.recall < safe for each in settings if each.cost < chosen.cost)
         again = index.search(x[:5], k=10, probes=chosen.probes, refine=chosen.refine)
         assert torch.equal(index.search(x[:5], k=10, recall=wanted).ids, again.ids)
+    most = settings[-1]
+    assert index.tuning.cheapest(most.recall, 10, len(index)) == most  # nothing is safer
     assert index.tuning.cheapest(0.6, 5, len(index)).refine is not None
     wanted = np.float32(0.5)
     assert torch.equal(index.search(x[:5], recall=wanted).ids, index.search(x[:5], recall=0.5).ids)
