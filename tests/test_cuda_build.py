@@ -93,14 +93,14 @@ assert np.array_equal(device.get(out, np.float32, (Q, N)), sums)
 inputs |= {"norms": 0, "constants": device.to(np.zeros(Q, np.float32)), "lengths": 0, "keep": 0, "k": k, "stride": M}
 inputs |= {"scores": device.alloc(4 * Q * k), "positions": device.alloc(8 * Q * k), "metric": 1}
 job = native.Search(**inputs)
-workspace = device.alloc(native.search_cuda_workspace(job))
-native.search_cuda(job, workspace=workspace, stream=0)
+workspace = device.alloc(native.search_cuda_workspace(job, None))
+native.search_cuda(job, None, workspace=workspace, stream=0)
 assert np.array_equal(device.get(inputs["positions"], np.int64, (Q, k)), order)
 assert np.array_equal(device.get(inputs["scores"], np.float32, (Q, k)), np.take_along_axis(sums, order, 1))
 assert not any(stats.warn for *_, stats, _ in host.log)
 
 try:
-    native.search_cuda(native.Search(**inputs | {"M": 65}), workspace=workspace, stream=0)
+    native.search_cuda(native.Search(**inputs | {"M": 65}), None, workspace=workspace, stream=0)
 except RuntimeError as error:
     print(error)
 """
