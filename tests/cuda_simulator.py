@@ -81,7 +81,11 @@ class Simulator:
 
     @property
     def launched(self) -> set[str]:
-        return {name for name, *_ in self.host.log}
+        return set(self.launches)
+
+    @property
+    def launches(self) -> list[str]:
+        return [name for name, *_ in self.host.log]
 
 
 def build(folder: Path, changes: dict[str, str]) -> Path:
@@ -102,6 +106,11 @@ def build(folder: Path, changes: dict[str, str]) -> Path:
     library = folder / "libsearch.so"
     subprocess.run(["nvcc", *flags, "-Xcompiler", "-fPIC", "-shared", "-o", str(library), str(source)], check=True)
     return library
+
+
+def has_lists(kernel: str) -> bool:
+    """Whether a kernel, by its mangled name, is an instance for lists: the last template argument is true."""
+    return "Lb1EEEv" in kernel
 
 
 def why_no_simulator() -> str | None:

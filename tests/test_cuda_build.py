@@ -31,6 +31,7 @@ REGISTERS = {
     "transpose_kernel": 32,
     "exchange_kernel": 32,
 }
+THREE_BLOCKS = re.compile("queue_kernelI[ht]Lb0ELb0ELb1E")  # instead of four: with lists, and a table in the L2 cache
 
 
 @pytest.mark.parametrize("source", ["adc.cu", "search.cu"])
@@ -54,7 +55,7 @@ def test_registers_and_spills(tmp_path, source):
     assert {kernel_of(name) for name, *_ in used} == entries
     for name, arch, spilled, registers in used:
         assert int(spilled) == 0, (name, arch)
-        assert int(registers) <= REGISTERS[kernel_of(name)], (name, arch)
+        assert int(registers) <= (80 if THREE_BLOCKS.search(name) else REGISTERS[kernel_of(name)]), (name, arch)
 
 
 def csrc_of(source: str) -> list[Path]:
