@@ -132,6 +132,11 @@ void def_jobs(py::module_& module) {
              return drq::Lists{At{starts}, At{columns}, At{norms}, At{products}, L, probes};
            }),
            py::kw_only(), arg("starts"), arg("columns"), arg("norms"), arg("products"), arg("L"), arg("probes"));
+  py::class_<drq::Probed>(module, "Probed")
+      .def(py::init([](Address starts, Address lists, Address ends, int64_t L, int64_t probes) {
+             return drq::Probed{At{starts}, At{lists}, At{ends}, L, probes};
+           }),
+           py::kw_only(), arg("starts"), arg("lists"), arg("ends"), arg("L"), arg("probes"));
   py::class_<drq::Levels>(module, "Levels")
       .def(py::init([](Address codebook, Address gram, Address diagonal, Address bias, Address scale, int64_t K,
                        int64_t P, int64_t D, int64_t M) {
@@ -244,13 +249,17 @@ void def_cuda(py::module_& module) {
       "lookup_cuda", [](const drq::Lookup& job, Address stream) { raise(drq::lookup_cuda(job, At{stream})); },
       arg("job"), arg("stream"));
   module.def(
-      "search_cuda_workspace", [](const drq::Search& job) { return drq::search_cuda_workspace(job); }, arg("job"));
+      "search_cuda_workspace",
+      [](const drq::Search& job, const drq::Probed* probed) {
+        return drq::search_cuda_workspace(job, probed ? *probed : drq::Probed{});
+      },
+      arg("job"), arg("probed"));
   module.def(
       "search_cuda",
-      [](const drq::Search& job, Address workspace, Address stream) {
-        raise(drq::search_cuda(job, At{workspace}, At{stream}));
+      [](const drq::Search& job, const drq::Probed* probed, Address workspace, Address stream) {
+        raise(drq::search_cuda(job, probed ? *probed : drq::Probed{}, At{workspace}, At{stream}));
       },
-      arg("job"), arg("workspace"), arg("stream"));
+      arg("job"), arg("probed"), arg("workspace"), arg("stream"));
 }
 #endif
 

@@ -97,6 +97,15 @@ struct Lists {
 // As search_cpu(), among the codes of the nearest lists.
 int64_t search_lists_cpu(const Search& job, const Queries& queries, const Lists& lists, int isa, int threads);
 
+// The lists that each query looks at, chosen beforehand, as CUDA takes them. `constants` of `Search` are [Q, L] then:
+// of each query in each list. probes == 0: there are no lists, and every query looks at all codes.
+struct Probed {
+  const int64_t* starts;  // [L + 1]      as in `Lists`
+  const int64_t* lists;   // [Q, probes]  in any order, each at most once
+  const int64_t* ends;    // [Q, probes]  how many rows the first 1, 2, .. of these lists have together
+  int64_t L, probes;
+};
+
 // columns[p, d, i] = codebook[16 p + i, d], 0 beyond K: panels of 16 codewords.
 constexpr int64_t kPanel = 16;
 inline int64_t packed_size(int64_t K, int64_t D) { return (K + kPanel - 1) / kPanel * kPanel * D; }
@@ -140,8 +149,8 @@ void refine_cpu(const Refine& job, int isa, int threads);
 // Enqueues on `stream` (a cudaStream_t) and returns at once. Null on success, else CUDA's own words.
 const char* lookup_cuda(const Lookup& job, void* stream);
 // As above, with search_cuda_workspace() bytes of device memory, aligned to 16, that nobody else uses until it is done.
-const char* search_cuda(const Search& job, void* workspace, void* stream);
-size_t search_cuda_workspace(const Search& job);
+const char* search_cuda(const Search& job, const Probed& probed, void* workspace, void* stream);
+size_t search_cuda_workspace(const Search& job, const Probed& probed);
 int cuda_runtime_version();
 int cuda_driver_version();  // 0 where there is no driver
 #endif

@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is imported
 torch.use_deterministic_algorithms(True, warn_only=torch.cuda.is_available())  # fills torch.empty with NaN, too
 
+from cuda_simulator import host, in_rounds, ptxsim_folder, simulator  # noqa: E402, F401
+
 from drq_fast.app import cli  # noqa: E402
 from drq_fast.app.run import Run  # noqa: E402
 

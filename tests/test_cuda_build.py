@@ -31,6 +31,7 @@ REGISTERS = {
     "transpose_kernel": 32,
     "exchange_kernel": 32,
 }
+THREE_BLOCKS = re.compile("queue_kernelI[ht]Lb0ELb0ELb1E")  # instead of four: with lists, and a table in the L2 cache
 
 
 @pytest.mark.parametrize("source", ["adc.cu", "search.cu"])
@@ -54,7 +55,7 @@ def test_registers_and_spills(tmp_path, source):
     assert {kernel_of(name) for name, *_ in used} == entries
     for name, arch, spilled, registers in used:
         assert int(spilled) == 0, (name, arch)
-        assert int(registers) <= REGISTERS[kernel_of(name)], (name, arch)
+        assert int(registers) <= (80 if THREE_BLOCKS.search(name) else REGISTERS[kernel_of(name)]), (name, arch)
 
 
 def csrc_of(source: str) -> list[Path]:
@@ -93,14 +94,14 @@ assert np.array_equal(device.get(out, np.float32, (Q, N)), sums)
 inputs |= {"norms": 0, "constants": device.to(np.zeros(Q, np.float32)), "lengths": 0, "keep": 0, "k": k, "stride": M}
 inputs |= {"scores": device.alloc(4 * Q * k), "positions": device.alloc(8 * Q * k), "metric": 1}
 job = native.Search(**inputs)
-workspace = device.alloc(native.search_cuda_workspace(job))
-native.search_cuda(job, workspace=workspace, stream=0)
+workspace = device.alloc(native.search_cuda_workspace(job, None))
+native.search_cuda(job, None, workspace=workspace, stream=0)
 assert np.array_equal(device.get(inputs["positions"], np.int64, (Q, k)), order)
 assert np.array_equal(device.get(inputs["scores"], np.float32, (Q, k)), np.take_along_axis(sums, order, 1))
 assert not any(stats.warn for *_, stats, _ in host.log)
 
 try:
-    native.search_cuda(native.Search(**inputs | {"M": 65}), workspace=workspace, stream=0)
+    native.search_cuda(native.Search(**inputs | {"M": 65}), None, workspace=workspace, stream=0)
 except RuntimeError as error:
     print(error)
 """

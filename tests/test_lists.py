@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from drq_fast import backends
 from drq_fast.backends import native
 from drq_fast.backends import torch as definition
 from drq_fast.backends.native import extension
@@ -355,10 +353,3 @@ def test_lists_of_a_selection_of_rows():
     lists = Lists(torch.tensor([0, 0, 3, 3, 7]), torch.zeros(4, 2))
     assert lists.of(torch.arange(7)).tolist() == [1, 1, 1, 3, 3, 3, 3]
     assert lists.rows(torch.tensor([1, 2, 6])).starts.tolist() == [0, 0, 2, 2, 3]
-
-
-def test_no_lists_on_a_gpu():
-    query, database, lists = inputs_of(Case(1, 5, 2, 16, 1, 1, 1, "ip"))
-    assert backends.cannot_search(query, database.codes, database.codec, None, lists) is None
-    on_gpu = SimpleNamespace(device=torch.device("cuda"), dtype=query.dtype)
-    assert "CPU only" in str(backends.cannot_search(on_gpu, database.codes, database.codec, None, lists))

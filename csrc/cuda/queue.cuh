@@ -131,8 +131,8 @@ struct Queues {
 // Memory:   the table in shared memory as [K][32] where it fits, so that lane i reads bank i alone; codes once per
 //           group, by 16-byte loads; queues in the workspace, written to rarely once a bound is known
 // Numerics: float32 sums in order of the levels, no fused multiply-add; keys are unique, so no ties
-template <class Code, bool kBatch, bool kShared>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm) queue_kernel(Plan plan) {
+template <class Code, bool kBatch, bool kShared, bool kLists>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm - (kLists && !kShared)) queue_kernel(Plan plan) {
   extern __shared__ float4 dynamic[];
   __shared__ int count[kWarp];
   __shared__ Key bound[kWarp];
@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) queue_kernel(Plan plan
   Queues<kBatch> queues{keys, scratch, count, bound, static_cast<int>(plan.capacity), static_cast<int>(plan.job.k),
                         mine, kNone,   0};
   queues.clear();
-  scan<Code, kBatch, kShared>(plan, lane, reinterpret_cast<float*>(scratch + kSortKeys), queues);
+  scan<Code, kBatch, kShared, kLists>(plan, lane, reinterpret_cast<float*>(scratch + kSortKeys), queues);
   queues.cut(-1);
 }
 
@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(Plan plan, int width) {
     queues.offer(key, valid, any);
   }
   queues.cut(-1);
-  for (int i = threadIdx.x; i < k; i += kThreads) emit(plan.job, q, i, queue[i]);
+  for (int i = threadIdx.x; i < k; i += kThreads) emit(plan, q, i, queue[i]);
 }
 
 }  // namespace

@@ -44,6 +44,7 @@ struct Scored {
 // A search of some queries, as the kernels see it. A group is 32 queries in a batch, else one.
 struct Plan {
   Search job;
+  Probed probed;        // only without a batch
   float* tables;        // [groups, K, 32], where there is a batch
   Key* keys;            // [groups, slices, queries of a group, capacity], or [Q, capacity] where k > kMaxFused
   struct Radix* radix;  // [Q] where k > kMaxFused
@@ -189,10 +190,59 @@ __device__ void costs_of(float (&sum)[kRows], const float (&norm)[kRows], float 
   }
 }
 
+// How many of the ascending numbers are at most `value`.
+__device__ inline int64_t count_up_to(const int64_t* numbers, int64_t count, int64_t value) {
+  int64_t least = 0;
+  while (least < count) {
+    const int64_t middle = (least + count) / 2;
+    if (numbers[middle] <= value)
+      least = middle + 1;
+    else
+      count = middle;
+  }
+  return least;
+}
+
+// Goes through a block's slice where the query looks at lists: a range of the rows that it looks at, counted through
+// its lists. Each part lies in one list and fits in a tile. It is in shared memory, because registers are for the scan:
+// one thread advances, the others read.
+struct Walk {
+  const int64_t *lists, *ends;  // of the query
+  const float* constants;       // of the query
+  int64_t counted, stop;        // what is left of the slice
+  int64_t probe;                // the list that the next row is in, or one before it
+  uint32_t first;               // row of the current part
+  int rows;                     // in it, 0 at the end
+  float constant;               // of the query in its list
+
+  __device__ void start(const Plan& plan, const Lane& lane) {
+    const int64_t probes = plan.probed.probes;
+    lists = plan.probed.lists + lane.query * probes;
+    ends = plan.probed.ends + lane.query * probes;
+    constants = plan.job.constants + lane.query * plan.probed.L;
+    const int64_t slice_rows = (ends[probes - 1] + plan.slices - 1) / plan.slices;
+    counted = lane.slice * slice_rows;
+    stop = min(counted + slice_rows, ends[probes - 1]);
+    probe = count_up_to(ends, probes, counted);
+    advance(plan);
+  }
+
+  __device__ void advance(const Plan& plan) {
+    rows = 0;
+    if (counted >= stop) return;
+    while (ends[probe] <= counted) ++probe;
+    const int64_t list = lists[probe], end = ends[probe];
+    first = static_cast<uint32_t>(counted + (plan.probed.starts[list + 1] - end));
+    rows = static_cast<int>(min(static_cast<int64_t>(plan.tile_rows), min(end, stop) - counted));
+    constant = constants[list];
+    counted += rows;
+  }
+};
+
 // Scores all codes of the block's slice and passes their costs to `action`, kRows codes per lane. With kBatch every
 // lane has its own query, and a warp scores the same codes for 32 queries. Otherwise all lanes have the same query, and
-// each scores its own codes.
-template <class Code, bool kBatch, bool kShared, class Action>
+// each scores its own codes. With kLists, which excludes kBatch, these are codes of the lists that the query looks at.
+template <class Code, bool kBatch, bool kShared, bool kLists, class Action>
 __device__ void scan(const Plan& plan, const Lane& lane, float* shared, Action& action) {
   float* scale = shared;
   float* staged_table = shared + kMaxLevels;  // at an address known to the compiler
@@ -208,18 +258,15 @@ __device__ void scan(const Plan& plan, const Lane& lane, float* shared, Action& 
                        : kBatch ? plan.tables + lane.group * job.K * kWarp
                                 : job.table + lane.query * job.K;
   const uint32_t column = plan.spread ? thread % kWarp * sizeof(float) : 0;
-  const float constant = lane.active ? job.constants[lane.query] : 0;
   const float length = lane.active && job.lengths ? job.lengths[lane.query] : 0;
 
   constexpr int kRowStep = kBatch ? 1 : kThreads;  // between two rows of a lane
   const int first_row = kBatch ? thread / kWarp * kRows : thread;
-  const int64_t begin = lane.slice * plan.slice_rows;
-  const int64_t end = min(begin + plan.slice_rows, job.N);
-  for (int64_t first = begin; first < end; first += plan.tile_rows) {
-    const int rows = static_cast<int>(min(static_cast<int64_t>(plan.tile_rows), end - first));
-    __syncthreads();  // the tile before is done with
+  __shared__ Walk walk;
+  const auto scan_tile = [&](int64_t first, int rows, float constant) {
     const Staged staged = stage<Code>(job, first, rows, tile);
     __syncthreads();  // the tile is there
+    if (kLists && thread == 0) walk.advance(plan);
     for (int base = 0; base < rows; base += kRows * (kBatch ? kWarps : kThreads)) {
       int at[kRows];
       float norm[kRows];
@@ -247,11 +294,30 @@ __device__ void scan(const Plan& plan, const Lane& lane, float* shared, Action& 
         costs_of<kCosine>(scored.cost, norm, constant, length);
       action.take(scored);
     }
+  };
+  if constexpr (kLists) {
+    if (thread == 0) walk.start(plan, lane);
+    for (;;) {
+      __syncthreads();  // the part is known, and the tile before is done with
+      const int rows = walk.rows;
+      if (rows == 0) break;
+      scan_tile(walk.first, rows, walk.constant);
+    }
+  } else {
+    const float constant = lane.active ? job.constants[lane.query] : 0;
+    const int64_t begin = lane.slice * plan.slice_rows;
+    const int64_t end = min(begin + plan.slice_rows, job.N);
+    for (int64_t first = begin; first < end; first += plan.tile_rows) {
+      __syncthreads();  // the tile before is done with
+      scan_tile(first, static_cast<int>(min(static_cast<int64_t>(plan.tile_rows), end - first)), constant);
+    }
   }
 }
 
 // The score of one code, by the same operations in the same order.
-__device__ inline float score_at(const Search& job, int64_t q, int64_t n) {
+__device__ inline float score_at(const Plan& plan, int64_t q, int64_t n) {
+  const Search& job = plan.job;
+  const Probed& probed = plan.probed;
   float sum = -0.0f;
   for (int64_t m = 0; m < job.M; ++m) {
     const int64_t at = n * job.stride + m;
@@ -259,16 +325,18 @@ __device__ inline float score_at(const Search& job, int64_t q, int64_t n) {
         job.wide ? static_cast<const uint16_t*>(job.codes)[at] : static_cast<const uint8_t*>(job.codes)[at];
     sum = __fadd_rn(sum, __fmul_rn(job.scale[m], job.table[q * job.K + code]));
   }
-  return score_of(job.metric, sum, job.norms ? job.norms[n] : 0, job.constants[q], job.lengths ? job.lengths[q] : 0);
+  const int64_t at = probed.probes > 0 ? q * probed.L + count_up_to(probed.starts, probed.L, n) - 1 : q;
+  return score_of(job.metric, sum, job.norms ? job.norms[n] : 0, job.constants[at], job.lengths ? job.lengths[q] : 0);
 }
 
 // A key does not keep every bit of a score (-0, NaN), so the scores of the results are computed again.
-__device__ inline void emit(const Search& job, int64_t q, int64_t rank, Key key) {
+__device__ inline void emit(const Plan& plan, int64_t q, int64_t rank, Key key) {
+  const Search& job = plan.job;
   const bool none = key == kNone;
   const int64_t n = none ? -1 : static_cast<int64_t>(key & 0xffffffffu);
   job.positions[q * job.k + rank] = n;
   const float worst = job.metric == kL2 ? HUGE_VALF : -HUGE_VALF;
-  job.scores[q * job.k + rank] = none ? worst : score_at(job, q, n);
+  job.scores[q * job.k + rank] = none ? worst : score_at(plan, q, n);
 }
 
 }  // namespace

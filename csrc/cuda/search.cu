@@ -33,15 +33,16 @@ __global__ void __launch_bounds__(kThreads) transpose_kernel(Plan plan) {
 
 using Kernel = void (*)(Plan);
 
-template <class Code, bool kBatch, bool kShared>
-Kernel kernel_of(bool fused) {
-  return fused ? queue_kernel<Code, kBatch, kShared> : select_kernel<Code, kBatch, kShared>;
+template <class Code, bool kShared>
+Kernel kernel_of(bool fused, bool batch, bool lists) {
+  if (batch) return fused ? queue_kernel<Code, true, kShared, false> : select_kernel<Code, true, kShared, false>;
+  if (lists) return fused ? queue_kernel<Code, false, kShared, true> : select_kernel<Code, false, kShared, true>;
+  return fused ? queue_kernel<Code, false, kShared, false> : select_kernel<Code, false, kShared, false>;
 }
 
 template <class Code>
-Kernel kernel_of(bool fused, bool batch, bool shared) {
-  if (batch) return shared ? kernel_of<Code, true, true>(fused) : kernel_of<Code, true, false>(fused);
-  return shared ? kernel_of<Code, false, true>(fused) : kernel_of<Code, false, false>(fused);
+Kernel kernel_of(bool fused, bool batch, bool lists, bool shared) {
+  return shared ? kernel_of<Code, true>(fused, batch, lists) : kernel_of<Code, false>(fused, batch, lists);
 }
 
 int64_t up(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -65,7 +66,9 @@ struct Layout {
   int64_t width, round, groups, slices, slice_rows, capacity;
   size_t tables, radix, keys;  // bytes of each part
 
-  explicit Layout(const Search& job) : batch(job.Q >= kBatchFrom), fused(job.k <= kMaxFused), width(batch ? kWarp : 1) {
+  Layout(const Search& job, const Probed& probed)
+      : batch(job.Q >= kBatchFrom && probed.probes == 0), fused(job.k <= kMaxFused), width(batch ? kWarp : 1) {
+    const int64_t rows = probed.probes == 0 ? job.N : job.N / probed.L * probed.probes;  // of a query, on average
     capacity = fused ? power_of_two(job.k > 32 ? 2 * job.k : 64) : power_of_two(job.k + job.k / 4);
     const int64_t of_group = width * (4 * job.K + (fused ? 0 : capacity * 8));
     const int64_t most = kRoundBytes / of_group < 1 ? 1 : kRoundBytes / of_group;
@@ -73,10 +76,10 @@ struct Layout {
     if (groups > most) groups = most;
     if (groups > kBlocks) groups = kBlocks;
     round = groups * width;
-    slices = (job.N + kMinSliceRows - 1) / kMinSliceRows;
+    slices = (rows + kMinSliceRows - 1) / kMinSliceRows;
     if (slices > kBlocks / groups) slices = kBlocks / groups;
     if (slices < 1) slices = 1;
-    slice_rows = up((job.N + slices - 1) / slices, 16);
+    slice_rows = up((rows + slices - 1) / slices, 16);
     tables = batch ? groups * job.K * kWarp * sizeof(float) : 0;
     radix = fused ? 0 : up(round * sizeof(Radix), 16);
     keys = (fused ? slices : 1) * round * capacity * sizeof(Key);
@@ -115,8 +118,9 @@ struct Round {
     plan.spread = layout.batch || fits ? 5 : 0;
     plan.table_words = static_cast<int>(up(fits ? spread_out : flat_fits ? flat : 0, 16) / sizeof(float));
     shared = own + plan.table_words * sizeof(float);
-    kernel = job.wide ? kernel_of<uint16_t>(layout.fused, layout.batch, fits || flat_fits)
-                      : kernel_of<uint8_t>(layout.fused, layout.batch, fits || flat_fits);
+    const bool lists = plan.probed.probes > 0, in_shared = fits || flat_fits;
+    kernel = job.wide ? kernel_of<uint16_t>(layout.fused, layout.batch, lists, in_shared)
+                      : kernel_of<uint8_t>(layout.fused, layout.batch, lists, in_shared);
     const cudaError_t error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
     return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
@@ -184,27 +188,29 @@ struct Round {
 
 }  // namespace
 
-size_t search_cuda_workspace(const Search& job) {
+size_t search_cuda_workspace(const Search& job, const Probed& probed) {
   if (job.Q == 0 || job.k == 0) return 0;
-  const Layout layout(job);
+  const Layout layout(job, probed);
   return layout.tables + layout.radix + layout.keys;
 }
 
-const char* search_cuda(const Search& job, void* workspace, void* stream) {
+const char* search_cuda(const Search& job, const Probed& probed, void* workspace, void* stream) {
   if (job.Q == 0 || job.k == 0) return nullptr;
   if (job.N > kMaxCodes) return "more than 2^32 - 2 codes: search them in parts";
   if (job.M > kMaxLevels) return "more than 64 levels";
-  const Layout layout(job);
+  const Layout layout(job, probed);
   int64_t limit = 0;
   if (const char* error = shared_limit(limit)) return error;
   const int64_t bytes = job.wide ? 2 : 1;
   const int64_t row = (job.stride * bytes > kMaxDenseRow ? job.M : job.stride) * bytes;
   char* memory = static_cast<char*>(workspace);
   for (int64_t first = 0; first < job.Q; first += layout.round) {
-    Plan plan{job};
+    Plan plan{job, probed};
     plan.job.Q = job.Q - first < layout.round ? job.Q - first : layout.round;
     plan.job.table += first * job.K;
-    plan.job.constants += first;
+    plan.job.constants += first * (probed.probes > 0 ? probed.L : 1);
+    plan.probed.lists += first * probed.probes;
+    plan.probed.ends += first * probed.probes;
     if (job.lengths) plan.job.lengths += first;
     plan.job.scores += first * job.k;
     plan.job.positions += first * job.k;

@@ -58,7 +58,7 @@ struct Select {
 // Memory:   table and codes as queue_kernel, the keys computed anew for each digit and never stored, so the workspace
 //           grows with k alone; counts [256][32] in shared memory, lane i in bank i
 // Numerics: integer counts; the set of keys does not depend on the order of the blocks
-template <class Code, bool kBatch, bool kShared>
+template <class Code, bool kBatch, bool kShared, bool kLists>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm) select_kernel(Plan plan) {
   extern __shared__ float4 dynamic[];
   unsigned* counts = reinterpret_cast<unsigned*>(dynamic);
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) select_kernel(Plan pla
   const bool counting = plan.shift >= 0;
   if (__syncthreads_and(counting && (select.done || !lane.active))) return;
   for (int i = threadIdx.x; i < kDigits * kWarp && counting; i += kThreads) counts[i] = 0;
-  scan<Code, kBatch, kShared>(plan, lane, shared, select);
+  scan<Code, kBatch, kShared, kLists>(plan, lane, shared, select);
   if (counting) select.add_up_counts(lane.active);
 }
 
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) exchange_kernel(Key* keys, int64_t c
 __global__ void __launch_bounds__(kThreads) emit_kernel(Plan plan) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t q = i / plan.job.k, rank = i % plan.job.k;
-  if (q < plan.job.Q) emit(plan.job, q, rank, plan.keys[q * plan.capacity + rank]);
+  if (q < plan.job.Q) emit(plan, q, rank, plan.keys[q * plan.capacity + rank]);
 }
 
 }  // namespace

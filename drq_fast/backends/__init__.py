@@ -23,7 +23,7 @@ from .. import checks
 from . import native
 from . import torch as plain_torch
 from .native import extension
-from .types import Lists, Parameters
+from .types import Parameters
 
 BACKENDS = ("torch", "native", "triton")
 _TRAINING = ("squared_errors", "codeword_sums", "quantize", "distortion", "loss")
@@ -180,12 +180,8 @@ def cannot_encode(x: Tensor, codec: Parameters, beam: int) -> str | None:
     return (None if greedy else _too_many_codewords(codec)) or cannot_compile(codec, x)
 
 
-def cannot_search(
-    query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor | None, lists: Lists | None = None
-) -> str | None:
+def cannot_search(query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor | None) -> str | None:
     """Why the compiled search may not be used, if so."""
-    if lists is not None and query.device.type == "cuda":
-        return "it has inverted lists on the CPU only"
     if codes.shape[0] >= 1 << 32:
         return "it counts positions in 32 bits"
     if codes.shape[1] > extension.MAX_LEVELS and query.device.type == "cuda":

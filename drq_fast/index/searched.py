@@ -92,7 +92,7 @@ def _scan(query: Tensor, k: int, database: Database, probes: int | None) -> Sear
         checks.finite("search", "query", query, torch.float32)
     if query.dtype is not torch.float32 or query.device != device:
         query = query.to(device, torch.float32)
-    unsupported = backends.cannot_search(query, codes, database.codec, database.norms, database.lists)
+    unsupported = backends.cannot_search(query, codes, database.codec, database.norms)
     column = backends.choose("search", device.type, None, unsupported)
     step = max(_QUERIES, _WORK // max(1, codes.shape[0]))
     if query.shape[0] <= step:

@@ -24,6 +24,7 @@ _STORED = {torch.float32: 0, torch.float16: 1, torch.int8: 2}
 _QUERIES = 1024  # queries of one call of the scan: Ctrl-C is noticed in between
 _RESULTS = 1 << 22  # results [queries, k] of one call
 _LARGE = 1 << 22  # bytes from which large pages pay
+_PRODUCTS = 1 << 22  # products of queries and centroids that a GPU holds at a time
 _FILTERED = 32  # queries from which it pays to copy the codes that a filter keeps, if they are less than half
 
 
@@ -103,7 +104,7 @@ def search(
 def _scan(query: Tensor, database: Database, k: int, finite: bool, probes: int | None) -> SearchResult:
     if query.device.type == "cpu":
         return _scan_cpu(query, database, k, finite, probes)
-    return _scan_cuda(query, database, k, finite)
+    return _scan_cuda(query, database, k, finite, probes)
 
 
 def _scan_cpu(query: Tensor, database: Database, k: int, finite: bool, probes: int | None) -> SearchResult:
@@ -173,19 +174,40 @@ def _lists_job(lists: Lists, probes: int | None, products: Tensor | None = None)
 
 
 @torch.no_grad()
-def _scan_cuda(query: Tensor, database: Database, k: int, finite: bool) -> SearchResult:
-    """The same on a GPU: enqueued on the current stream, with products by torch."""
+def _scan_cuda(query: Tensor, database: Database, k: int, finite: bool, probes: int | None) -> SearchResult:
+    """The same on a GPU: enqueued on the current stream, with products by torch; with lists, some queries at a time."""
     if finite:
         checks.finite("search", "query", query, torch.float32)
-    device, codec, metric = query.device, database.codec, database.metric
-    with torch.autocast("cuda", enabled=False):
-        codebook, offset = codec.codebook.float(), None if codec.offset is None else codec.offset.float()
-        prepared = definition.prepare(query.float(), codebook, offset, metric)
-    scores = torch.empty(len(query), k, dtype=torch.float32, device=device)
-    positions = torch.empty(len(query), k, dtype=torch.int64, device=device)
+    codec, metric, lists = database.codec, database.metric, database.lists
     codes, norms, scale = _dense_rows(database.codes), database.table(_norms), codec.scale.float().contiguous()
-    scan_given(prepared, codes, scale, scores, positions, metric, norms, database.keep)
+    keep = None if database.keep is None else database.keep.contiguous()
+    codebook, offset = codec.codebook.float(), None if codec.offset is None else codec.offset.float()
+    scores = torch.empty(len(query), k, dtype=torch.float32, device=query.device)
+    positions = torch.empty(len(query), k, dtype=torch.int64, device=query.device)
+    step = max(1, _PRODUCTS // len(lists) if lists else len(query))
+    for some, own_scores, own in zip(query.float().split(step), scores.split(step), positions.split(step), strict=True):
+        with torch.autocast("cuda", enabled=False):
+            prepared, probed = definition.prepare(some, codebook, offset, metric), None
+            if lists:
+                products = inverted.products_of(some, lists.centroids.float(), offset, metric)
+                constants, *chosen = inverted.probed_lists(products, prepared.constants, lists, metric, probes)
+                prepared, probed = prepared._replace(constants=constants), _probed_job(lists, *chosen)
+        job = _search_job(prepared, codes, scale, own_scores, own, metric, norms, keep)
+        enqueue(job, probed, query.device)
     return SearchResult(scores, positions)
+
+
+def _probed_job(lists: Lists, nearest: Tensor, ends: Tensor) -> _C.Probed:
+    """The job must not outlive the lists, nearest [Q, probes] and ends [Q, probes]."""
+    L, probes = len(lists), nearest.shape[1]
+    return native.Probed(starts=pointer(lists.starts), lists=pointer(nearest), ends=pointer(ends), L=L, probes=probes)
+
+
+def enqueue(job: _C.Search, probed: _C.Probed | None, device: torch.device) -> None:
+    """Enqueues a search on the device's current stream."""
+    with torch.cuda.device(device):
+        workspace = torch.empty(native.search_cuda_workspace(job, probed), dtype=torch.uint8, device=device)
+        native.search_cuda(job, probed, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
 
 
 def scan_given(
@@ -200,25 +222,43 @@ def scan_given(
     threads: int = 1,
     probed: tuple[Lists, Tensor, int] | None = None,
 ) -> None:
-    """Fills scores [Q, k] and positions [Q, k] int64 with the best codes, given the products of queries and codewords.
+    """Fills scores [Q, k] and positions [Q, k] int64 with the best codes on the CPU, given the products of queries and
+    codewords.
 
     All in float32; codes [N, L] uint8, or two-byte codes in int16, rows perhaps apart; norms [N] for l2 and cosine;
-    keep [N] bool. On a GPU it is enqueued. probed, on the CPU only: lists, their products [Q, lists] with the queries,
-    and how many lists each query looks at.
+    keep [N] bool. probed: lists, their products [Q, lists] with the queries, and how many lists each query looks at.
     """
-    table, norms = prepared.table.contiguous(), None if norms is None else norms.float().contiguous()
-    keep = None if keep is None else keep.contiguous()
-    (Q, K), (N, M) = table.shape, codes.shape
-    job = native.Search(
-        table=table.data_ptr(),
-        constants=prepared.constants.data_ptr(),
+    norms = None if norms is None else norms.float().contiguous()
+    job = _search_job(prepared, codes, scale, scores, positions, metric, norms, keep)
+    if probed is None:
+        native.search_given_cpu(job, instruction_set(), threads)
+    else:
+        lists, products, probes = probed
+        native.search_given_lists_cpu(job, _lists_job(lists, probes, products), instruction_set(), threads)
+
+
+def _search_job(
+    prepared: definition.Prepared,
+    codes: Tensor,
+    scale: Tensor,
+    scores: Tensor,
+    positions: Tensor,
+    metric: str,
+    norms: Tensor | None,
+    keep: Tensor | None,
+) -> _C.Search:
+    """The job must not outlive the tensors, which are dense but for the rows of codes."""
+    (Q, K), (N, M) = prepared.table.shape, codes.shape
+    return native.Search(
+        table=pointer(prepared.table),
+        constants=pointer(prepared.constants),
         lengths=pointer(prepared.lengths),
-        scale=scale.data_ptr(),
-        codes=codes.data_ptr(),
+        scale=pointer(scale),
+        codes=pointer(codes),
         norms=pointer(norms),
         keep=pointer(keep),
-        scores=scores.data_ptr(),
-        positions=positions.data_ptr(),
+        scores=pointer(scores),
+        positions=pointer(positions),
         Q=Q,
         N=N,
         K=K,
@@ -228,20 +268,6 @@ def scan_given(
         metric=_METRICS[metric],
         wide=codes.dtype == torch.int16,
     )
-    if probed is not None:
-        lists, products, probes = probed
-        native.search_given_lists_cpu(job, _lists_job(lists, probes, products), instruction_set(), threads)
-    elif table.device.type == "cpu":
-        native.search_given_cpu(job, instruction_set(), threads)
-    else:
-        enqueue(job, table.device)
-
-
-def enqueue(job: _C.Search, device: torch.device) -> None:
-    """Enqueues a search on the device's current stream."""
-    with torch.cuda.device(device):
-        workspace = torch.empty(native.search_cuda_workspace(job), dtype=torch.uint8, device=device)
-        native.search_cuda(job, workspace.data_ptr(), torch.cuda.current_stream().cuda_stream)
 
 
 def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Tensor | None) -> Tensor:

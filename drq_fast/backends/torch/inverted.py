@@ -39,6 +39,22 @@ def centroid_norms(lists: Lists) -> Tensor:
     return lists.centroids.square().sum(dim=1)
 
 
+class Probed(NamedTuple):
+    """constants [Q, L] of queries within lists, the nearest lists [Q, probes], which they look at, ends [Q, probes]:
+    how many rows the first 1, 2, .. of these have together."""
+
+    constants: Tensor
+    nearest: Tensor
+    ends: Tensor
+
+
+def probed_lists(products: Tensor, constants: Tensor, lists: Lists, metric: str, probes: int | None) -> Probed:
+    """What queries look at, given products [Q, L] and constants [Q]; nothing waits for a GPU."""
+    nearest = nearest_lists(products, constants, lists, metric, probes).contiguous()
+    ends = lists.starts.diff()[nearest].cumsum(dim=1)
+    return Probed(constants_of(products, constants, metric), nearest, ends)
+
+
 class Shifts(NamedTuple):
     """How the norms of rows begin..end, which are those of lists first.., differ from those of their codes alone.
 
