@@ -15,10 +15,11 @@ from ..gradients import graphless, refuse_second_derivatives
 from ..types import Parameters
 from .encode import Words, by_products
 from .extension import floats, instruction_set, native, pointer
-from .products import add_product, product
+from .products import product
 from .threads import in_threads, parts_of, tiles
 
-_TILE = 1 << 21  # floats of the scores of a few rows
+_TILE = 1 << 22  # floats of the scores of a few rows
+_COLUMNS = 512  # codewords whose gradients are transposed at a time, in cache
 
 
 def level_for(op: str, x: Tensor, codec: Parameters, gamma: float) -> definition.OneLevel | None:
@@ -44,7 +45,7 @@ class _Level(torch.autograd.Function):
         codes, soft = torch.empty(len(h), dtype=torch.int64, device="cpu"), floats(*h.shape)
 
         def work(_: int, rows: slice) -> None:
-            p = floats(min(step, rows.stop - rows.start), words.P)
+            p = _scratch(min(step, rows.stop - rows.start), words.P)
             for here in tiles(rows, step):
                 some = _Rows(ctx, h[here], product(h[here], words.codebook.T), codes[here], p)
                 soft[here] = product(some.p, words.codebook)
@@ -64,12 +65,13 @@ class _Level(torch.autograd.Function):
         h, codebook, s, codes = ctx.saved_tensors
         words, step, isa = ctx.words, _rows(ctx.words), instruction_set()
         dh, parts = floats(*h.shape), parts_of(len(h))
-        dcodebook, ddiagonal = floats(parts, words.D, words.P).zero_(), floats(parts, words.P).zero_()
+        dcodebook: list[Tensor | None] = [None] * parts  # [D, P] each
+        ddiagonal = floats(parts, words.P).zero_()
         dscale = torch.zeros(parts, dtype=torch.float64, device="cpu")
 
         def work(part: int, rows: slice) -> None:
             height = min(step, rows.stop - rows.start)
-            both, dnorms = floats(2 * height, words.P), floats(height)  # dscores, then p
+            both, dnorms = _scratch(2 * height, words.P), floats(height)  # dscores, then p
             for here in tiles(rows, step):
                 n = here.stop - here.start
                 scores = ctx.scores.get((here.start, here.stop))
@@ -82,16 +84,39 @@ class _Level(torch.autograd.Function):
                 job.ddiagonal, job.dscale = pointer(ddiagonal[part]), pointer(dscale[part])
                 native.backward_cpu(job, isa)
                 dh[here] = torch.addcmul(product(both[:n], words.codebook), some.h, dnorms[:n, None], value=2)
-                add_product(dcodebook[part], torch.cat([some.h, s * dsoft[here]]), both[: 2 * n])
+                found = product(torch.cat([some.h, s * dsoft[here]]).T.contiguous(), both[: 2 * n])
+                before = dcodebook[part]
+                dcodebook[part] = found if before is None else before.add_(found)
 
         in_threads(work, len(h))
-        for other in dcodebook[1:]:
-            dcodebook[0] += other
-        total = dcodebook[0].T.contiguous().addcmul_(words.codebook, ddiagonal.sum(dim=0)[:, None], value=2)
+        of_parts = [part for part in dcodebook if part is not None]
+        total = _transposed(of_parts, 2 * ddiagonal.sum(dim=0), words)
         dchosen = dhard + dsoft  # soft is hard + s (p - onehot) C
         total.index_add_(0, codes, s * dchosen)
         ds = dscale.sum() + (dchosen * codebook[codes]).sum(dtype=torch.float64)
         return dh, total[: words.K], ds.to(s.dtype), None, None, None, None
+
+
+def _transposed(parts: list[Tensor], factors: Tensor, words: Words) -> Tensor:
+    """[P, D]: the sum of the parts [D, P], transposed, plus factors [P] times the codewords; zeros without parts."""
+    total = _scratch(words.P, words.D)
+
+    def work(_: int, columns: slice) -> None:
+        for here in tiles(columns, _COLUMNS):
+            first, *others = (part[:, here] for part in parts)
+            torch.addcmul(sum(others, first).T, words.codebook[here], factors[here, None], out=total[here])
+
+    if not parts:
+        return total.zero_()
+    in_threads(work, words.P)
+    return total
+
+
+def _scratch(rows: int, width: int) -> Tensor:
+    """[rows, width], uninitialised, in large pages, which spares most page faults."""
+    found = floats(rows, width)
+    native.large_pages(pointer(found), found.nbytes)
+    return found
 
 
 def _rows(words: Words) -> int:
