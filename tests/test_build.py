@@ -111,7 +111,7 @@ def test_an_error_names_the_row_of_the_users_array(x, monkeypatch, tmp_path):
         bad = x.clone()
         bad[2600] = change
         for sample, lists in ((100, None), (100, 5), (None, None)):
-            with pytest.raises(ValueError, match="^build: x must be ") as caught:
+            with pytest.raises(ValueError, match=r"^build: x must be ") as caught:
                 Index.build(bad, sample=sample, lists=lists, vectors=kind, **options)
             assert str(caught.value).endswith(message)
     twice = torch.arange(N)

@@ -167,11 +167,10 @@ class Index(Storage):
         ids that are not in the index are passed over. recall: the share of the true k nearest to be found, above 0 and
         up to 1; takes the cheapest probes and refine that reached it on sample queries (see `tuning`). probes: how many
         lists each query looks at, the nearest ones; by default one of 16, at least 16, and all of them with `keep` or
-        where these have fewer than k vectors. refine: the so many best by
-        codes are scored again by the vectors themselves, those of the index or, if it has none, the rows of `vectors`
-        [n, dim], by id, which may be a memory map. Equal scores come oldest first, with lists in the order of the
-        lists. Where fewer than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that
-        is more.
+        where these have fewer than k vectors. refine: the so many best by codes are scored again by the vectors
+        themselves, those of the index or, if it has none, the rows of `vectors` [n, dim], by id, which may be a memory
+        map. Equal scores come oldest first, with lists in the order of the lists. Where fewer than k vectors remain: id
+        -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that is more.
         """
         query = checks.listed("search", "query", query)
         single = getattr(query, "ndim", 2) == 1
