@@ -63,9 +63,7 @@ class Given:
         if value.ndim != 2 or value.shape[1] != dim:
             checks.fail("search", "vectors", f"[n, {dim}], by id", f"{value.dtype} {list(value.shape)}")
         checked = checks.array("search", "vectors", value if isinstance(value, Tensor) else value[:0])
-        self.value = (
-            checked if isinstance(value, Tensor) else value
-        )  # an array stays one: torch would copy some of them
+        self.value = checked if isinstance(value, Tensor) else value  # torch would copy some arrays
 
     def refined(self, query: Tensor, positions: Tensor, ids_at: IdsAt, metric: str, k: int) -> SearchResult:
         """`refined`, for the rows of an index; ids_at(rows) are their ids."""
