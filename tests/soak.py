@@ -1,7 +1,7 @@
 """Eight threads search, change, save and load one index for a given time; every answer is compared with a model.
 
 make soak SECONDS=3600
-python tests/soak.py --seconds 60 --vectors 100000
+python tests/soak.py --seconds 60 --vectors 100000 --lists 200 --kept float16
 
 The ids of thread t are t, t + 8, t + 16 and so on. Only it changes them, so that it knows what a search must find.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import math
 import os
 import random
@@ -24,9 +25,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from attacks.common import decoded
 from torch import Tensor
 
-from drq_fast import Codec, Index, RecurrentQuantizer
+from drq_fast import Index, RecurrentQuantizer
+from drq_fast.index.rows import Content
+from drq_fast.index.vectors import DTYPES
 
 THREADS = 8
 D, K, M = 64, 256, 4
@@ -55,20 +59,30 @@ class Clusters:
         return self.centres[which] + 0.4 * torch.randn(N, D, generator=generator)
 
 
-def mixed(ids: Tensor, codes: Tensor) -> Tensor:
-    """A hash [n] of ids [n] and codes [n, M]; the sum over some rows identifies them, in any order."""
-    value = ids * -7046029254386353131 + codes.contiguous().view(torch.int32).squeeze(1).long() * 5871781006564002453
+def mixed(ids: Tensor, content: Content) -> Tensor:
+    """A hash [n] of ids [n] and what is stored for them; the sum over some rows identifies them, in any order."""
+    value = ids * -7046029254386353131
+    for tensor, factor in zip(content, (5871781006564002453, 6364136223846793005, 1, 3202034522624059733), strict=True):
+        if tensor is not None:
+            words = (tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]).contiguous().view(torch.int16)
+            sums = [(part * weights(part.shape[1])).sum(dim=1) for part in words.split(4096)]
+            value = value + factor * torch.cat(sums)
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         value = (value ^ (value >> shift)) * factor
     return value ^ (value >> 31)
 
 
+def weights(n: int) -> Tensor:
+    """Odd numbers [n]."""
+    return (torch.arange(1, n + 1) * 3935559000370003845) | 1
+
+
 class Model:
     """What one thread has in the index, by slot: id = thread + THREADS * slot."""
 
-    def __init__(self, thread: int, slots: int) -> None:
+    def __init__(self, thread: int, slots: int, kind: Content) -> None:
         self.thread = thread
-        self.codes = torch.zeros(slots, M, dtype=torch.uint8)
+        self.content = kind.map(lambda tensor: tensor.new_zeros(slots, *tensor.shape[1:]))
         self.age = torch.zeros(slots, dtype=torch.int64)  # 0: not in the index; else larger where it came later
         self.clock = self.living = 0
         self.hash = 0
@@ -78,16 +92,22 @@ class Model:
     def ids(self, slots: Tensor) -> Tensor:
         return self.thread + THREADS * slots
 
+    def at(self, slots: Tensor) -> Content:
+        """What is stored for them."""
+        return self.content.map(lambda tensor: tensor[slots])
+
     @contextlib.contextmanager
-    def change(self, gone: Tensor, come: Tensor, codes: Tensor):
-        """Around the call that takes the living slots `gone` out and puts codes into slots `come`."""
-        total = int(mixed(self.ids(come), codes).sum()) - int(mixed(self.ids(gone), self.codes[gone]).sum())
+    def change(self, gone: Tensor, come: Tensor, content: Content):
+        """Around the call that takes the living slots `gone` out and puts content into slots `come`."""
+        total = int(mixed(self.ids(come), content).sum()) - int(mixed(self.ids(gone), self.at(gone)).sum())
         self.hash = (self.hash + total) % (1 << 64)
         self.hashes[(self.begun + 1) % VERSIONS] = self.hash
         self.begun += 1
         yield
         self.age[gone] = 0
-        self.codes[come] = codes
+        for own, new in zip(self.content, content, strict=True):
+            if own is not None:
+                own[come] = new
         self.age[come] = torch.arange(self.clock + 1, self.clock + 1 + len(come))
         self.clock += len(come)
         self.living += len(come) - len(gone)
@@ -117,28 +137,47 @@ class Latencies:
 class Soak:
     """One index, eight workers, and what was measured."""
 
-    def __init__(self, vectors: int, seed: int, pause: float, folder: Path) -> None:
+    def __init__(
+        self,
+        vectors: int,
+        seed: int,
+        pause: float,
+        folder: Path,
+        *,
+        lists: int | None = None,
+        kept: str | None = None,
+    ) -> None:
         self.seed, self.pause, self.folder = seed, pause, folder
         generator = torch.Generator().manual_seed(seed)
         self.clusters = Clusters(seed)
-        layer = RecurrentQuantizer(D, K, M)
-        layer.fit(self.clusters.vectors(min(vectors, 20_000), generator), rounds=5, seed=seed)
-        self.codec: Codec = layer.codec()
-        self.index = Index(self.codec, metric="l2")
+        sample, centroids = self.clusters.vectors(min(vectors, 20_000), generator), None
+        if lists is None:
+            layer = RecurrentQuantizer(D, K, M)
+            layer.fit(sample, rounds=5, seed=seed)
+            codec = layer.codec()
+        else:
+            built = Index.build(sample, bits=8 * M, lists=lists, beam=1, sample=5000, seed=seed, tune=False)
+            codec, centroids = built.codec, built._coarse.centroids + built.codec.offset
+        self.empty = Index(codec, metric="l2", vectors=kept, centroids=centroids)
+        self.index = copy.deepcopy(self.empty)
         slots = vectors // THREADS
         self.target = slots
-        self.models = [Model(thread, slots + slots // 4) for thread in range(THREADS)]
+        self.models = [Model(thread, slots + slots // 4, self.encoded(sample[:0])) for thread in range(THREADS)]
         for first in range(0, slots, 4096):
             some = torch.arange(first, min(first + 4096, slots))
             for model in self.models:
                 x = self.clusters.vectors(len(some), generator)
-                with model.change(some[:0], some, self.codec.encode(x)):
+                with model.change(some[:0], some, self.encoded(x)):
                     self.index.add(x, ids=model.ids(some))
         self.workers = [Worker(self, model) for model in self.models]
         self.stop = threading.Event()
         self.findings: list[str] = []
         self.memory: list[float] = []  # MB, one per second, without what the index holds
         self.descriptors: list[int] = []
+
+    def encoded(self, x: Tensor) -> Content:
+        """What the index stores for x [n, D]."""
+        return self.empty._content("add", x, 1)
 
     def run(self, seconds: float, progress: float = 30) -> None:
         """Works for so long, or until Ctrl-C."""
@@ -169,14 +208,17 @@ class Soak:
 
     def check_everything(self) -> None:
         """While nothing changes: ids, codes and order are those of the models."""
-        ids, codes = self.index.ids, self.index.codes
+        ids, content = self.index.ids, self.index._rows.living().content
         require(len(self.index) == len(ids) == sum(model.living for model in self.models), "the length is wrong")
         for model in self.models:
             own = ids % THREADS == model.thread
             slots = ids[own] // THREADS
             require(len(slots) == model.living and bool((model.age[slots] > 0).all()), "ids are wrong")
-            require(bool((model.age[slots].diff() > 0).all()), "vectors are not in the order of their insertion")
-            require(torch.equal(codes[own], model.codes[slots]), "codes are wrong")
+            in_order = self.index.lists is not None or bool((model.age[slots].diff() > 0).all())
+            require(in_order, "vectors are not in the order of their insertion")
+            for name, tensor in content._asdict().items():
+                wanted = getattr(model.at(slots), name)
+                require(wanted is None if tensor is None else torch.equal(tensor[own], wanted), f"{name} are wrong")
 
     def latencies(self) -> Latencies:
         total = Latencies()
@@ -281,25 +323,32 @@ class Worker:
 
     def batch(self) -> None:
         query = self.queries[self.dice.randrange(len(self.queries) - 32) :][: self.dice.randint(2, 32)]
-        self.check_own(query, *self.index.search(query, k=20, levels=self.dice.choice((None, None, M))))
+        refine = None if self.index.vectors is None else self.dice.choice((None, 20, 200))
+        levels = self.dice.choice((None, None, M))
+        self.check_own(query, *self.index.search(query, k=20, levels=levels, refine=refine), refine is not None)
 
-    def check_own(self, query: Tensor, scores: Tensor, ids: Tensor) -> None:
+    def check_own(self, query: Tensor, scores: Tensor, ids: Tensor, refined: bool = False) -> None:
         """What was found is sorted, complete in number, and right where it is this thread's."""
         require(bool((ids >= 0).all()), "a search found too few vectors")
         require(bool((scores.diff(dim=1) >= 0).all()), "scores are not in order")
         rows, columns = (ids % THREADS == self.model.thread).nonzero(as_tuple=True)
         slots = ids[rows, columns] // THREADS
         require(bool((self.model.age[slots] > 0).all()), "a search found a vector that was removed")
-        decoded = self.soak.codec.decode(self.model.codes[slots]).double()
-        exact = (query[rows].double() - decoded).square().sum(dim=1)
+        exact = (query[rows].double() - self.stands_for(slots, refined)).square().sum(dim=1)
         require(torch.allclose(scores[rows, columns].double(), exact, rtol=1e-4, atol=1e-3), "scores are wrong")
+
+    def stands_for(self, slots: Tensor, refined: bool) -> Tensor:
+        """What distances are measured to [n, D]: the stored vectors if `refined`, else what the codes stand for."""
+        content = self.model.at(slots)
+        stored = content.stored() if refined else None
+        return decoded(self.index, content) if stored is None else stored.floats(torch.arange(len(slots))).double()
 
     def add(self) -> None:
         slots = self.some_slots(self.dice.choice((1, 1, 1, 10, 100)), living=False)
         if self.model.living > self.soak.target + 500:
             return self.remove()
         x = self.soak.clusters.vectors(len(slots), self.generator)
-        with self.model.change(slots[:0], slots, self.soak.codec.encode(x)):
+        with self.model.change(slots[:0], slots, self.soak.encoded(x)):
             self.index.add(x, ids=self.model.ids(slots))
         return None
 
@@ -307,14 +356,14 @@ class Worker:
         slots = self.some_slots(self.dice.choice((1, 1, 1, 10, 100)), living=True)
         if self.model.living < self.soak.target - 500:
             return self.add()
-        with self.model.change(slots, slots[:0], self.model.codes[:0]):
+        with self.model.change(slots, slots[:0], self.model.at(slots[:0])):
             self.index.remove(self.model.ids(slots))
         return None
 
     def upsert(self) -> None:
         slots = self.some_slots(self.dice.choice((1, 1, 1, 10)), living=True)
         x = self.soak.clusters.vectors(len(slots), self.generator)
-        with self.model.change(slots, slots, self.soak.codec.encode(x)):
+        with self.model.change(slots, slots, self.soak.encoded(x)):
             self.index.upsert(x, self.model.ids(slots))
 
     def check(self) -> None:
@@ -322,24 +371,28 @@ class Worker:
         model, query = self.model, self.queries[self.dice.randrange(len(self.queries))][None]
         kept = self.some_slots(500, living=True)
         kept = kept[model.age[kept].argsort()]
-        small = Index(self.soak.codec, metric="l2")
-        small.add_codes(model.codes[kept], ids=model.ids(kept))
+        small = copy.deepcopy(self.soak.empty)
+        small._append("add", model.at(kept), model.ids(kept))
         keep = torch.cat([model.ids(kept), model.ids(self.some_slots(50, living=False))])
-        expected, found = small.search(query, k=len(kept) + 3), self.index.search(query, k=len(kept) + 3, keep=keep)
-        require(torch.equal(found.ids, expected.ids), "a filtered search found other ids")
+        refined = self.index.vectors is not None and self.dice.random() < 0.5
+        options = {"k": len(kept) + 3, "probes": self.index.lists, "refine": 1000 if refined else None}
+        expected, found = small.search(query, **options), self.index.search(query, keep=keep, **options)
         require(torch.equal(found.scores, expected.scores), "a filtered search found other scores")
-        exact = (query.double() - self.soak.codec.decode(model.codes[kept]).double()).square().sum(dim=1)
+        require(pairs(found) == pairs(expected), "a filtered search found other ids")
+        exact = (query.double() - self.stands_for(kept, refined)).square().sum(dim=1)
         best = exact.sort().values
         require(torch.allclose(found.scores[0, : len(kept)].double(), best, rtol=1e-4, atol=1e-3), "scores are wrong")
         all_own = torch.zeros(THREADS * len(model.age), dtype=torch.bool)
         all_own[model.ids(torch.arange(len(model.age)))] = True
-        own, everything = self.index.search(query, k=100, keep=all_own), self.index.search(query, k=100)
+        options = {"k": 100, "probes": self.index.lists}
+        own, everything = self.index.search(query, keep=all_own, **options), self.index.search(query, **options)
         self.check_own(query, *own)
         self.check_own(query, *everything)
         mine = everything.ids % THREADS == model.thread
         first = int(mine.sum())
-        require(torch.equal(everything.ids[mine], own.ids[0, :first]), "a search missed vectors")
         require(torch.equal(everything.scores[mine], own.scores[0, :first]), "equal vectors have different scores")
+        found = pairs((everything.scores[mine], everything.ids[mine]))
+        require(found == pairs((own.scores[0, :first], own.ids[0, :first])), "a search missed vectors")
 
     def file(self) -> None:
         """A file has what each thread had at some moment during the save."""
@@ -353,9 +406,9 @@ class Worker:
         self.doing = "comparison of a file"
         if mmap:
             loaded.verify()
-        ids, codes = loaded.ids, loaded.codes
-        require(len(loaded) == len(ids) == len(codes), "the parts of a file disagree")
-        values, owners = mixed(ids, codes), ids % THREADS
+        ids, content = loaded.ids, loaded._rows.living().content
+        require(len(loaded) == len(ids) == len(content.codes), "the parts of a file disagree")
+        values, owners = mixed(ids, content), ids % THREADS
         for model, first, last in zip(self.soak.models, before, after, strict=True):
             require(last - first < VERSIONS, "too many changes during a save: raise VERSIONS")
             total = int(values[owners == model.thread].sum()) % (1 << 64)
@@ -368,6 +421,12 @@ class Worker:
             loaded.remove(gone)
             loaded.upsert(query[:1], gone)
             require(len(loaded) == len(ids), "a loaded index was changed wrongly")
+
+
+def pairs(found: tuple[Tensor, Tensor]) -> list[tuple[float, int]]:
+    """(score, id) of all results but those that tie with the last: with lists, ties change places when rows do."""
+    scores, ids = found[0].flatten().tolist(), found[1].flatten().tolist()
+    return sorted((score, i) for score, i in zip(scores, ids, strict=True) if score != scores[-1])
 
 
 def held(index: Index) -> float:
@@ -385,10 +444,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--vectors", type=int, default=1_000_000)
     parser.add_argument("--pause", type=float, default=0.01, help="mean pause of a thread after each operation, s")
+    parser.add_argument("--lists", type=int, default=None, help="inverted lists of the index; none by default")
+    parser.add_argument("--kept", choices=list(DTYPES), default=None, help="how it keeps vectors; not by default")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        soak = Soak(options.vectors, options.seed, options.pause, Path(folder))
+        given = {"lists": options.lists, "kept": options.kept}
+        soak = Soak(options.vectors, options.seed, options.pause, Path(folder), **given)
         soak.run(options.seconds)
     print(soak.report())
     violations = soak.violations(latency=True)

@@ -56,6 +56,18 @@ def test_candidates_scored_again_by_the_vectors(shell):
     assert found["ids"] == exact.tolist()
     said = shell.refused("search", "run", "q.npy", "--refine", "20", code=2)
     assert "--vectors must be given with --refine" in said
+    np.save("short.npy", x[:20])
+    np.save("narrow.npy", x[:, :3])
+    np.save("long.npy", x.astype(np.int64))
+    Path("cut.npy").write_bytes(Path("x.npy").read_bytes()[:5000])
+    for name, said in (
+        ("missing.npy", "search: missing.npy cannot be read: No such file or directory."),
+        ("cut.npy", "search: cut.npy is not a complete .npy file of numbers."),
+        ("short.npy", "search: vectors must be [n, D] with a row for id 2"),
+        ("narrow.npy", "search: vectors must be [n, 16], by id, got float32 [3000, 3]."),
+        ("long.npy", "search: vectors must be floats or integers of at most 32 bits, got torch.int64."),
+    ):
+        assert said in shell.refused("search", "run", "q.npy", "-k", "3", "--refine", "3000", "--vectors", name)
 
 
 def test_filter_and_removal_by_id(shell):

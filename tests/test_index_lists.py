@@ -185,9 +185,9 @@ def test_filters_and_large_k_look_at_all_lists(index, x):
     assert index.search(query, k=2500, probes=1).ids.min() == -1
     codec = Codec(index.codec.codebook, index.codec.scale)
     several = Index(codec, "l2", vectors="float32", centroids=x[:40])
-    several.add(x[:1000])  # 16 of 40 lists have fewer than 900 candidates, but 10 results
-    found, wanted = (several.search(x[:40], k=10, refine=900, **probes) for probes in ({}, {"probes": 16}))
-    assert not torch.equal(found.ids, several.search(x[:40], k=10, refine=900, probes=40).ids)
+    several.add(x[:1000])  # 16 of 40 lists have fewer than 900 candidates, but 100 results
+    found, wanted, every = (several.search(query, k=100, refine=900, probes=probes) for probes in (None, 16, 40))
+    assert not torch.equal(wanted.ids, every.ids)
     assert torch.equal(found.ids, wanted.ids)
     assert torch.equal(found.scores, wanted.scores)
 

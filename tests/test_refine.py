@@ -229,6 +229,7 @@ def test_what_is_wrong_is_said_in_one_sentence(x, codec, tmp_path):
         (lambda: bare.search(x[:1], refine=20, vectors=x[:20]), ValueError, "with a row for id"),
         (lambda: bare.search(x[:1], refine=20, vectors=x[:, :3]), ValueError, r"must be \[n, 24\], by id"),
         (lambda: bare.search(x[:1], refine=20, vectors=x.long()), TypeError, "integers of at most 32 bits, got"),
+        (lambda: bare.search(x[:1], refine=20, vectors=x.to_sparse()), TypeError, "vectors must be a dense tensor"),
         (lambda: bare.search(x[:1], refine=20, vectors=x > 0), TypeError, "at most 32 bits, got torch.bool"),
         (lambda: bare.search(x[:1], refine=20, vectors=x.numpy().astype("U")), TypeError, "that torch can read, got"),
         (lambda: bare.search(x[:1], refine=20, vectors="x.npy"), TypeError, "an array or a tensor"),

@@ -16,9 +16,11 @@ SPEC.loader.exec_module(soak)
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="no /proc, which memory is read from")
 
 
-def test_a_few_seconds_of_mixed_load(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("lists", "kept"), [(None, None), (30, "int8")])
+def test_a_few_seconds_of_mixed_load(tmp_path, monkeypatch, lists, kept):
     monkeypatch.setattr(soak, "WEIGHTS", soak.WEIGHTS | {"search": 300, "file": 20})
-    load = soak.Soak(vectors=20_000, seed=1, pause=0.001, folder=tmp_path)
+    monkeypatch.setattr("drq_fast.index.coarse._SHORT", 500)
+    load = soak.Soak(vectors=20_000, seed=1, pause=0.001, folder=tmp_path, lists=lists, kept=kept)
 
     def everything_happened() -> bool:
         load.run(seconds=4)
@@ -31,8 +33,8 @@ def test_a_few_seconds_of_mixed_load(tmp_path, monkeypatch):
 def test_violations_are_noticed(tmp_path):
     load = soak.Soak(vectors=2000, seed=2, pause=0, folder=tmp_path)
     model = load.models[3]
-    model.codes[:, 0] ^= 1
-    with pytest.raises(soak.Finding, match="a filtered search found other ids"):
+    model.content.codes[:, 0] ^= 1
+    with pytest.raises(soak.Finding, match="a filtered search found other scores"):
         load.workers[3].check()
     with pytest.raises(soak.Finding, match="codes are wrong"):
         load.check_everything()

@@ -62,8 +62,8 @@ class Given:
             checks.fail("search", "vectors", "an array or a tensor, which may be mapped", kind, error=TypeError)
         if value.ndim != 2 or value.shape[1] != dim:
             checks.fail("search", "vectors", f"[n, {dim}], by id", f"{value.dtype} {list(value.shape)}")
-        checks.array("search", "vectors", value[:0])  # dtypes that vectors may have
-        self.value = value
+        checked = checks.array("search", "vectors", value if isinstance(value, Tensor) else value[:0])
+        self.value = checked if isinstance(value, Tensor) else value  # torch would copy some arrays
 
     def refined(self, query: Tensor, positions: Tensor, ids_at: IdsAt, metric: str, k: int) -> SearchResult:
         """`refined`, for the rows of an index; ids_at(rows) are their ids."""
