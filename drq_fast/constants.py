@@ -1,4 +1,5 @@
 """Constants that the command line shows in its help texts. This module does not import torch."""
 
 METRICS = ("l2", "ip", "cosine")
+VECTORS = ("float32", "float16", "int8")  # how an index can keep vectors beside codes
 ROUNDS = 120  # default number of rounds of `RecurrentQuantizer.fit`

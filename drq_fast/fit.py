@@ -158,10 +158,15 @@ def sample(x: Any, rows: int, D: int, generator: torch.Generator, op: str = "fit
         return _reservoir(op, x, rows, D, generator)
     values, drawn = checks.rows(op, "x", checks.array(op, "x", x), D), None
     if len(values) > rows:
-        drawn = _shuffled(len(values), generator)[:rows].sort().values
+        drawn = sample_rows(len(values), rows, generator)
         values = values[drawn.to(values.device)]
     checks.finite(op, "x", values, torch.float32, drawn)
     return values.float()
+
+
+def sample_rows(N: int, rows: int, generator: torch.Generator) -> Tensor:
+    """`rows` distinct random numbers below N in ascending order, or all N if there are no more."""
+    return _shuffled(N, generator)[:rows].sort().values
 
 
 def _reservoir(op: str, batches: Iterable[Any], rows: int, D: int, generator: torch.Generator) -> Tensor:

@@ -101,7 +101,7 @@ def test_very_long_and_very_short_vectors_by_cosine(x, lists, vectors, tmp_path)
 
 def test_an_error_names_the_row_of_the_users_array(x, monkeypatch, tmp_path):
     """Vectors are added some at a time, and fitted to a sample: rows are counted in the whole array."""
-    monkeypatch.setattr("drq_fast.index._ADDED", 500)
+    monkeypatch.setattr("drq_fast.index.source._ROWS", 500)
     options = {"bits": 8, "beam": 1, "seed": 0, "tune": False}
     for change, kind, message in (
         (torch.nan, None, "x must be finite, got NaN or infinity in row 2600."),
@@ -132,6 +132,51 @@ def test_vectors_of_integers(x, dtype, tmp_path):
     made[0].tune(mapped[:50])
     found = made[0].search(mapped[:50], k=1, recall=0.9)
     assert (found.ids[:, 0] == np.arange(50)).mean() > 0.8
+
+
+class Blocks:
+    """Vectors that are read in parts; remembers how many rows were asked for at once."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x, self.dim, self.most = x, x.shape[1], 0
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def read(self, first: int, last: int) -> torch.Tensor:
+        self.most = max(self.most, last - first)
+        return self.x[first:last].clone()
+
+    def pick(self, rows: torch.Tensor) -> torch.Tensor:
+        assert bool((rows.diff() > 0).all())
+        self.most = max(self.most, len(rows))
+        return self.x[rows]
+
+
+@pytest.mark.parametrize("lists", [None, 20])
+def test_vectors_that_are_read_in_blocks(lists, monkeypatch):
+    monkeypatch.setattr("drq_fast.index.source._ROWS", 1300)
+    x = torch.randn(5000, 6, generator=torch.Generator().manual_seed(2))
+    source, ids = Blocks(x), torch.arange(5000) * 2
+    options = {"bits": 8, "lists": lists, "vectors": "float32", "ids": ids, "sample": 700, "beam": 1, "seed": 3}
+    made = [Index.build(each, **options) for each in (x, source)]
+    assert source.most == 1300  # the queries of the measurement are 1,000, and the lists' sample is 1,280
+    for each in made:
+        found = each.search(x[:50], k=1, refine=200, probes=lists)
+        assert torch.equal(found.ids[:, 0], ids[:50])
+    assert torch.equal(made[0].codes, made[1].codes)
+    assert made[0].tuning == made[1].tuning
+
+
+def test_sizes_are_those_of_the_file_but_for_ids(x, tmp_path):
+    index = Index.build(x, bits=16, lists=9, vectors="int8", sample=500, beam=1, seed=0, tune=False)
+    assert index.sizes["codes"] == 2 * N
+    assert index.sizes["vectors"] == D * N
+    index.remove(index.ids[:100])
+    assert index.sizes["codes"] == 2 * (N - 100)
+    index.save(tmp_path / "a.drq")
+    file = (tmp_path / "a.drq").read_bytes()
+    assert sum(index.sizes.values()) + 4 * len(index) == len(file) - 8 - int.from_bytes(file[:8], "little")
 
 
 def test_what_is_wrong_is_said_in_one_sentence(x):

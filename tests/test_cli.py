@@ -17,7 +17,7 @@ import torch
 from patience import PATIENCE, wait_until
 
 from drq_fast import Index, RecurrentQuantizer, functional
-from drq_fast.app import cli
+from drq_fast.app import cli, options
 from drq_fast.app.options import _parsers
 from drq_fast.files import fingerprint
 
@@ -324,7 +324,7 @@ def test_wrong_options_name_the_nearest_right_one(shell, arguments, said):
     assert said in shell.refused(*arguments, code=2)
 
 
-@pytest.mark.parametrize("name", ["fit", "encode", "index", "search", "ids", "train", "evaluate", "report", "info"])
+@pytest.mark.parametrize("name", sorted(options._parsers()[1]))
 def test_every_command_shows_an_example(capsys, name):
     with pytest.raises(SystemExit) as exit:
         cli.main([name, "--help"])
@@ -332,6 +332,8 @@ def test_every_command_shows_an_example(capsys, name):
     printed = capsys.readouterr().out
     assert f"example:\n  drq-fast {name} " in printed
     assert "--json" in printed
+    for action in options._parsers()[1][name]._actions:
+        assert action.help is not None, action.dest
 
 
 def test_help_of_train_has_the_defaults_of_runs(shell):

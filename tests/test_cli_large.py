@@ -80,3 +80,22 @@ def test_ten_million_vectors(tmp_path):
     assert recalls == sorted(recalls)
     print({name: f"{peak / 1e9:.2f} GB" for name, peak in peaks.items()})
     assert max(peaks.values()) < LIMIT
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is counted in other units elsewhere")
+def test_an_index_is_built_and_tuned_in_less_memory_than_the_vectors_take(tmp_path):
+    """The index keeps int8 vectors, a fourth of the vectors in float32, and needs them twice while it is ordered."""
+    rows, dim = 250_000, 1024
+    rng = np.random.default_rng(0)
+    out = np.lib.format.open_memmap(tmp_path / "x.npy", mode="w+", dtype=np.float16, shape=(rows, dim))
+    for first in range(0, rows, 10_000):
+        out[first : first + 10_000] = rng.standard_normal((10_000, dim), dtype=np.float32)
+    np.save(tmp_path / "q.npy", out[:20].astype(np.float32))
+    del out
+    _, idle = shell(tmp_path, "info")
+    options = ["--bits", "8", "--lists", "32", "--vectors", "int8", "--sample", "2000", "--beam", "1"]
+    _, build = shell(tmp_path, "build", "x.npy", "x.drq", *options)
+    _, tune = shell(tmp_path, "tune", "x.drq", "q.npy")
+    print({"idle": idle, "build": build, "tune": tune})
+    assert max(build, tune) - idle < 4 * rows * dim

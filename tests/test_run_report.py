@@ -308,7 +308,7 @@ def test_figures_of_other_codes_are_refused(runs, capsys):
 def test_a_missing_package_is_named_with_the_command_that_installs_it(runs, capsys, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "sklearn" else find(name, *a))
-    expected = "scikit-learn is not installed; `pip install 'drq_fast[report]'` installs what a report needs."
+    expected = "scikit-learn is not installed; `pip install 'drq_fast[report]'` installs what figures need."
     assert refused(capsys, "report", runs / "run") == f"drq-fast report: {expected}"
 
 

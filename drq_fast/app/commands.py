@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import io
 import json
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from ..retrieval.settings import Config, Settings
 from ..semantic import SemanticIds
 from . import info as information
 from . import metrics as measures
+from .description import describe, table
 from .options import nearest
+from .report import need_packages
 from .run import Run, Source, vacant
 from .vectors import VectorFiles
 
@@ -32,8 +35,46 @@ Result = tuple[dict[str, Any], str]
 
 def info(options: argparse.Namespace) -> Result:
     """`drq-fast info`."""
+    if options.index is not None:
+        path = _index_file("info", options.index)
+        return describe(path, Index.load(path, mmap=True))
     facts = information.collect_info()
     return facts, information.format_info(facts)
+
+
+def build(options: argparse.Namespace) -> Result:
+    """`drq-fast build`."""
+    target, vectors = Path(options.index), VectorFiles(options.vectors)
+    plot = _figure("build", options)
+    _replaceable(target, options.force)
+    if plot is not None and len(vectors) == 1:
+        checks.fail("build", "plot", "left out for a single vector, which cannot be tuned", plot)
+    made = Index.build(
+        vectors,
+        **{name: getattr(options, name) for name in ("bits", "metric", "lists", "beam", "sample", "seed")},
+        vectors=None if options.keep == "none" else options.keep,
+        ids=None if options.ids is None else files.read_array("build", options.ids),
+    )
+    _replaceable(target, options.force)  # again: another process may have written it meanwhile
+    made.save(target)
+    _draw(plot, made, target)
+    return describe(target, made)
+
+
+def tune(options: argparse.Namespace) -> Result:
+    """`drq-fast tune`."""
+    path, plot = _index_file("tune", options.index), _figure("tune", options)
+    _writable("tune", path)
+    queries, made = VectorFiles([options.queries]), Index.load(path)
+    _same_dim("tune", queries, made)
+    if made.vectors is None:
+        raise ValueError(
+            f"tune: {path} has codes only; `drq-fast build --vectors float16` keeps vectors to compare with."
+        )
+    made.tune(queries.read(0, len(queries)), options.k)
+    made.save(path)
+    _draw(plot, made, path)
+    return describe(path, made)
 
 
 def fit(options: argparse.Namespace) -> Result:
@@ -64,7 +105,7 @@ def fit(options: argparse.Namespace) -> Result:
     lengths = _lengths(layer.codewords, layer.levels)
     result = {"model": str(run.model), "sample": len(x), "errors": dict(zip(map(str, lengths), errors, strict=True))}
     rows = [(f"{b} bits", f"{e:.4f}") for b, e in zip(lengths, errors, strict=True)]
-    return result, f"{_table(('code', 'relative squared error'), rows)}\n{run.model}: fitted to {len(x):,} vectors"
+    return result, f"{table(('code', 'relative squared error'), rows)}\n{run.model}: fitted to {len(x):,} vectors"
 
 
 def encode(options: argparse.Namespace) -> Result:
@@ -100,25 +141,24 @@ def index(options: argparse.Namespace) -> Result:
 
 def search(options: argparse.Namespace) -> Result:
     """`drq-fast search`."""
-    run = Run(options.folder)
-    run.need(run.index, f"`drq-fast index {run.folder}`")
-    path = run.queries if options.queries is None else Path(options.queries)
+    index = _index_file("search", options.folder)
+    path = Run(options.folder).queries if options.queries is None else Path(options.queries)
     if options.queries is None and not path.exists():
         checks.fail("search", "queries", "a file of vectors", "none")
     target = None if options.out is None else Path(options.out)
     if target is not None:
         vacant(target, options.force)
     queries = VectorFiles([path])
-    made = Index.load(run.index)
-    if queries.dim != made.dim:
-        checks.fail("search", "queries", f"of {made.dim} dimensions, as the index is", queries.dim)
-    L = _levels(options.bits, made.codewords, made.levels)
+    made = Index.load(index)
+    _same_dim("search", queries, made)
+    L = None if options.bits is None else _levels(options.bits, made.codewords, made.levels)
     k = min(checks.integer("search", "k", options.k, 1), max(len(made), 1))
     own = None if options.vectors is None else files.read_array("search", options.vectors, mmap=True)
     keep = None if options.keep is None else files.read_array("search", options.keep)
     if options.refine is not None and own is None and made.vectors is None:
         checks.fail("search", "vectors", "given with --refine, as the index has codes only", "none")
-    scores, ids = made.search(queries.read(0, len(queries)), k, L, keep, refine=options.refine, vectors=own)
+    settings = {name: getattr(options, name) for name in ("recall", "probes", "refine")}
+    scores, ids = made.search(queries.read(0, len(queries)), k, L, keep, **settings, vectors=own)
     if target is not None:
         archive = io.BytesIO()
         np.savez(archive, ids=ids.numpy(), scores=scores.numpy())
@@ -178,7 +218,7 @@ def ids(options: argparse.Namespace) -> Result:
         f"{metrics['moved']:,} changed, relative squared error {metrics['error_before']:.4f} -> "
         f"{metrics['error_after']:.4f}"
     )
-    return {"ids": str(run.ids), **metrics}, f"{_table(('', 'used', 'entropy', 'perplexity'), rows)}\n{text}"
+    return {"ids": str(run.ids), **metrics}, f"{table(('', 'used', 'entropy', 'perplexity'), rows)}\n{text}"
 
 
 def train(options: argparse.Namespace) -> Result:
@@ -228,8 +268,8 @@ def evaluate(options: argparse.Namespace) -> Result:
     if metrics.get("exact"):
         rows.append(("exact", f"{metrics['exact'][name]:.4f}", ""))
     what = f"mAP@{metrics['R']:,}" if trained else f"recall@{metrics['k']}"
-    table = _table(("code", what, "relative squared error"), rows)
-    return metrics, f"{table}\n{run.metrics}: metric {metrics['metric']}"
+    rows_of_codes = table(("code", what, "relative squared error"), rows)
+    return metrics, f"{rows_of_codes}\n{run.metrics}: metric {metrics['metric']}"
 
 
 def report(options: argparse.Namespace) -> Result:
@@ -356,21 +396,74 @@ def _not_inside(run: Run, paths: Iterable[str]) -> None:
             checks.fail("vectors", "vectors", f"outside of {run.folder}, whose files are replaced", path)
 
 
-def _levels(length: int | None, codewords: int, levels: int) -> int:
-    """The number of levels in a code of `length` bits; None means all levels."""
+def _index_file(op: str, name: str) -> Path:
+    """The file of the index that an argument names: the file itself, or the folder of a run."""
+    path = Path(name)
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{op}: {path} does not exist; `drq-fast build` makes an index, `fit` or `train` a run."
+        )
+    if not path.is_dir():
+        return path
+    run = Run(path)
+    run.need(run.index, f"`drq-fast index {run.folder}`")
+    return run.index
+
+
+def _replaceable(path: Path, force: bool) -> None:
+    """Raises an error if an index cannot be written to `path` or a file is there; `force` replaces only an index."""
+    _writable("build", path)
+    vacant(path, force)
+    if os.path.lexists(path):
+        try:
+            files.fingerprint(path, "index")
+        except (OSError, ValueError) as error:
+            raise FileError(f"build: {path} is not an index, so it is not replaced.") from error
+
+
+def _writable(op: str, path: Path) -> None:
+    """Raises OSError if a file cannot be written to `path`, before work begins whose result would be lost."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{op}: {path} cannot be written: it is a folder.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{op}: {path} cannot be written: {path.parent} is not a folder.")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise PermissionError(f"{op}: {path} cannot be written: {path.parent} is read-only.")
+
+
+def _figure(op: str, options: argparse.Namespace) -> Path | None:
+    """The checked path of --plot."""
+    if options.plot is None:
+        return None
+    path = Path(options.plot)
+    if path.suffix not in (".svg", ".png"):
+        checks.fail(op, "plot", "a .svg or .png file", options.plot)
+    need_packages(op, "matplotlib")
+    _writable(op, path)
+    vacant(path, options.force)
+    return path
+
+
+def _draw(path: Path | None, index: Index, name: Path) -> None:
+    """Writes the figure of the tuning of an index, if there is a path."""
+    if path is not None and index.tuning is not None:
+        from .plots import draw_tuning  # imports matplotlib
+
+        draw_tuning(path, index.tuning, name.name)
+
+
+def _same_dim(op: str, queries: VectorFiles, index: Index) -> None:
+    if queries.dim != index.dim:
+        checks.fail(op, "queries", f"of {index.dim} dimensions, as the index is", queries.dim)
+
+
+def _levels(length: int, codewords: int, levels: int) -> int:
+    """The number of levels in a code of `length` bits."""
     lengths = _lengths(codewords, levels)
-    if length is not None and length not in lengths:
+    if length not in lengths:
         checks.fail("search", "bits", f"one of {', '.join(map(str, lengths))}", length)
-    return levels if length is None else lengths.index(length) + 1
+    return lengths.index(length) + 1
 
 
 def _lengths(codewords: int, levels: int) -> list[int]:
     return [bits(codewords, L) for L in range(1, levels + 1)]
-
-
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    return "\n".join(
-        "  ".join([first.ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(cells, widths[1:], strict=True))])
-        for first, *cells in (head, *rows)
-    )

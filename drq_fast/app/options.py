@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..constants import METRICS, ROUNDS
+from ..constants import METRICS, ROUNDS, VECTORS
 from ..retrieval.settings import ABLATIONS, FOR_FEATURES, FOR_IMAGES, MINING, PROTOCOLS, SCHEDULES, Config, Settings
 
 _CHOICES = {
@@ -61,6 +61,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         if not wrong.startswith("-"):
             command.error(f"unexpected argument {wrong!r}")
         command.error(f"unknown option {wrong!r}{nearest(wrong, command._option_string_actions)}")
+    if options.command == "search" and options.recall is not None:
+        for name in ("bits", "probes", "refine", "vectors"):
+            if getattr(options, name) is not None:
+                command.error(f"--recall chooses what to search; it cannot be given with --{name}")
     return options
 
 
@@ -69,29 +73,81 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     parser = _Parser(
         prog="drq-fast",
         description="Deep Recurrent Quantization: one training, and codes of vectors that can be cut at any length.\n\n"
-        "Commands work on a run, which is a folder. For vectors without labels, call fit, encode, index and\n"
-        "search. For the paper's image retrieval, call train, evaluate and report.",
-        epilog="example:\n  drq-fast fit run vectors.npy && drq-fast encode run vectors.npy && drq-fast index run\n"
-        "  drq-fast search run queries.npy --bits 16",
+        "For vectors without labels, call build and search; or fit, encode, index and search, which keep what they\n"
+        "make in a folder, the run. For the paper's image retrieval, call train, evaluate and report.",
+        epilog="example:\n  drq-fast build vectors.npy vectors.drq --vectors float16\n"
+        "  drq-fast search vectors.drq queries.npy --recall 0.95",
     )
     parser.add_argument("--version", action="version", version=f"drq_fast {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for add in (_fit, _encode, _index, _search, _remove, _ids, _train, _evaluate, _report, _info):
+    for add in (_build, _tune, _fit, _encode, _index, _search, _remove, _ids, _train, _evaluate, _report, _info):
         add(commands.add_parser)
     return parser, dict(commands.choices)
 
 
 def _command(
-    add: Any, name: str, summary: str, description: str, example: str, on_run: bool = True, replaces: bool = True
+    add: Any, name: str, summary: str, description: str, example: str, on: str = "RUN", replaces: bool = True
 ) -> _Parser:
-    """Adds a command with the options that all commands share; on_run and replaces: those of commands that do."""
+    """Adds a command with the options that all commands share.
+
+    on: its first argument, "" if the command adds its own. replaces: whether it then has --force.
+    """
     parser: _Parser = add(name, help=summary, description=description, epilog=f"example:\n  drq-fast {example}")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    if on_run:
-        parser.add_argument("folder", metavar="RUN", help="folder of the run")
-    if on_run and replaces:
-        parser.add_argument("--force", action="store_true", help="replace existing results")
+    if on:
+        also = "" if on == "RUN" else ", or the file of an index"
+        parser.add_argument("folder", metavar=on, help=f"folder of the run{also}")
+    if on and replaces:
+        _force(parser)
     return parser
+
+
+def _build(add: Any) -> None:
+    parser = _command(
+        add,
+        "build",
+        "make an index of vectors in .npy files by one command",
+        "Fits a codec and inverted lists to a sample of the vectors, adds all vectors, measures the recall of\n"
+        "searches and writes INDEX. Prints its size by part, and the recall that each setting of search reached.\n"
+        "The files may be larger than memory; the codes, and the vectors that --vectors keeps, must fit.",
+        "build vectors.npy vectors.drq --metric cosine --vectors float16",
+        on="",
+    )
+    parser.add_argument(
+        "vectors", nargs="+", metavar="FILE.npy", help="numbers [N, D]; several files are read as one array"
+    )
+    parser.add_argument("index", metavar="INDEX", help="file to write")
+    _force(parser)
+    _number(parser, "--bits", 64, "bits per code, a multiple of 8")
+    text = f"{_listed(METRICS)}: what is searched by (default: {METRICS[0]})"
+    parser.add_argument("--metric", choices=METRICS, default=METRICS[0], metavar="metric", help=text)
+    text = "number of inverted lists, none, or auto: about 2 sqrt(N), and none for N < 50,000 (default: auto)"
+    parser.add_argument("--lists", type=_lists, default="auto", metavar="lists", help=text)
+    kinds = (*VECTORS, "none")
+    text = f"how vectors are kept beside their codes, to score candidates again: {_listed(kinds)} (default: none)"
+    parser.add_argument("--vectors", dest="keep", choices=kinds, default="none", metavar="kind", help=text)
+    parser.add_argument("--ids", metavar="FILE.npy", help="integers [N], one id per vector (default: row numbers)")
+    _number(parser, "--beam", 16, "beam width of the encoder; wider is more accurate and slower")
+    _number(parser, "--sample", None, "vectors that the codec is fitted to (default: 65,536)")
+    _number(parser, "--seed", 0, "seed of sample, fit and measurement")
+    _plot(parser)
+
+
+def _tune(add: Any) -> None:
+    parser = _command(
+        add,
+        "tune",
+        "measure which settings of search reach a recall, with queries of your own",
+        "Compares searches with the true neighbours of the queries, which are found among the vectors that INDEX\n"
+        "keeps (build --vectors), and replaces the measurement in INDEX, which search --recall reads.",
+        "tune vectors.drq queries.npy -k 10",
+        on="",
+    )
+    parser.add_argument("index", metavar="INDEX", help="file of an index that keeps vectors")
+    parser.add_argument("queries", metavar="FILE.npy", help="numbers [Q, D], queries like those to come")
+    _number(parser, "-k", 10, "neighbours per query")
+    _plot(parser)
+    _force(parser, "replace an existing figure")
 
 
 def _fit(add: Any) -> None:
@@ -141,15 +197,21 @@ def _search(add: Any) -> None:
         "search",
         "find the nearest codes of every query, at any code length",
         "Prints one line per query: ids and scores, best first. Scores of metric l2 are squared distances.",
-        "search run queries.npy -k 5 --bits 16 --out found.npz",
+        "search vectors.drq queries.npy -k 5 --recall 0.95 --out found.npz",
+        on="RUN|INDEX",
     )
     parser.add_argument(
         "queries", nargs="?", metavar="FILE.npy", help="numbers [Q, D] (default: the queries of a trained run)"
     )
     _number(parser, "-k", 10, "results per query")
     _number(parser, "--bits", None, "use only the first bits of every code (default: all)")
-    _number(parser, "--refine", None, "score so many of the best again by the vectors themselves, which need --vectors")
-    parser.add_argument("--vectors", metavar="FILE.npy", help="numbers [N, D]: row i is the vector of id i")
+    text = "take the cheapest --probes and --refine that found this share of the true neighbours, 0 to 1, when measured"
+    parser.add_argument("--recall", type=float, metavar="float", help=text)
+    _number(parser, "--probes", None, "look at so many inverted lists (default: one of 16, at least 16)")
+    text = "score so many of the best by codes again by the vectors of the index, or of --vectors (default: none)"
+    _number(parser, "--refine", None, text)
+    text = "numbers [N, D] for --refine: row i is the vector of id i (default: the vectors that the index keeps)"
+    parser.add_argument("--vectors", metavar="FILE.npy", help=text)
     parser.add_argument("--keep", metavar="FILE.npy", help="only these ids: integers [n], or flags by id")
     parser.add_argument("--out", metavar="FILE.npz", help="write arrays `ids` and `scores` instead of printing them")
 
@@ -231,15 +293,39 @@ def _report(add: Any) -> None:
 
 
 def _info(add: Any) -> None:
-    _command(
+    parser = _command(
         add,
         "info",
-        "versions, and the backend of every operation",
-        "Prints versions, instruction set, GPUs, and the backend of every operation with the reason why it is not a "
-        "faster one.",
-        "info --json",
-        on_run=False,
+        "versions and the backend of every operation, or what is in an index",
+        "Prints versions, instruction set, GPUs, and the backend of every operation with the reason why it is not a\n"
+        "faster one. With INDEX: its settings, its size by part, and the recall that each setting of search reached.",
+        "info vectors.drq --json",
+        on="",
     )
+    parser.add_argument("index", nargs="?", metavar="INDEX", help="file of an index, or folder of a run that has one")
+
+
+def _force(parser: _Parser, text: str = "replace existing results") -> None:
+    parser.add_argument("--force", action="store_true", help=text)
+
+
+def _plot(parser: _Parser) -> None:
+    text = "draw recall against cost to a .svg or .png file; needs pip install 'drq_fast[report]'"
+    parser.add_argument("--plot", metavar="FILE", help=text)
+
+
+def _lists(text: str) -> int | str | None:
+    """A value of --lists."""
+    if text == "none":
+        return None
+    try:
+        return text if text == "auto" else int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, none or a number") from None
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 def _metric(parser: _Parser, default: str) -> None:

@@ -1,7 +1,11 @@
-"""The figures of a report. Needs matplotlib and scikit-learn; the same runs give the same files."""
+"""The figures of a report, of a training and of an index; the same data give the same files.
+
+All figures need matplotlib, and those of a report scikit-learn.
+"""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from itertools import cycle, pairwise
 from pathlib import Path
@@ -15,6 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import MaxNLocator
 
+from .. import files
+from ..index.tuning import Setting, Tuning
 from ..retrieval.experiment import Experiment
 
 if TYPE_CHECKING:
@@ -48,6 +54,7 @@ _LOSSES = {"semantic": "$l_s$, adaptive margin", "triplet": "$l_t$, triplets", "
 _LINES = 4  # per run in a figure; with more levels, some are omitted
 _DETAILED = 2  # runs up to which a figure shows several code lengths of each; of more runs it shows the longest
 _COLUMNS = 3  # of panels, or in a legend
+_DISTANCE = 0.12  # between labels of settings, relative to the range of recall
 _NAMED = 20  # classes with a colour of their own
 _COMPONENTS = 50  # principal components that t-SNE starts from
 _GAP = 0.004  # between items of one code, relative to the size of the figure
@@ -89,11 +96,19 @@ def draw_losses(path: Path, history: Sequence[dict[str, float]], name: str) -> N
         _save(_by_epoch([(_name(name), history)]), path, f"{name}: losses by epoch; dotted: more levels from here on")
 
 
+def draw_tuning(path: Path, tuning: Tuning, name: str) -> None:
+    """The recall of every setting in `index.tuning` against its cost, as .svg or .png."""
+    with matplotlib.rc_context(_STYLE):
+        _save(_tuning(tuning), path, f"{_name(name)}: recall of the {tuning.k} nearest of {tuning.size:,} vectors")
+
+
 def _save(figure: Any, path: Path, title: str) -> None:
-    """Writes a figure without a date, so that equal figures give equal files."""
+    """Writes a figure, atomically, and without a date, so that equal figures give equal files."""
     figure.suptitle(title, fontsize="medium", fontweight="bold")
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-    figure.savefig(path, metadata=metadata, facecolor="white", dpi=130)
+    content = io.BytesIO()
+    figure.savefig(content, format=path.suffix[1:], metadata=metadata, facecolor="white", dpi=130)
+    files.write_bytes(path, content.getvalue())
 
 
 def _name(name: str) -> str:
@@ -120,6 +135,36 @@ def _panels(count: int, width: float, height: float, margin: float, **options: A
     return figure, panels[:count]
 
 
+def _tuning(tuning: Tuning) -> Any:
+    figure, axes = _axes("cost of a query, in codes scanned", f"recall@{tuning.k}")
+    costs, recalls = ([getattr(each, key) for each in tuning.settings] for key in ("cost", "recall"))
+    axes.plot(costs, recalls, "o-", color=_COLOURS[0], linewidth=2, markersize=5)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.xaxis.set_minor_formatter("")
+    for setting in _apart(tuning.settings):
+        _note(axes, _label(setting), (setting.cost, setting.recall), (8, -12), _COLOURS[0])
+    low = recalls[0] - 0.1 * (1 - recalls[0])
+    axes.set_ylim(max(0, low), 1.02)
+    return figure
+
+
+def _apart(settings: Sequence[Setting]) -> list[Setting]:
+    """The best setting, and others whose labels do not overlap because their recalls differ enough."""
+    distance = _DISTANCE * (settings[-1].recall - settings[0].recall)
+    chosen = [settings[-1]]
+    for setting in settings[-2::-1]:
+        if setting.recall <= chosen[-1].recall - distance:
+            chosen.append(setting)
+    return chosen
+
+
+def _label(setting: Setting) -> str:
+    """What `search` is given for a setting."""
+    given = [("probes", setting.probes), ("refine", setting.refine)]
+    return ", ".join(f"{name} {value}" for name, value in given if value is not None) or "all codes"
+
+
 def _by_bits(parts: Sequence[Part]) -> Any:
     figure, axes = _axes("bits per vector", parts[0].measured)
     lines = []
@@ -127,7 +172,7 @@ def _by_bits(parts: Sequence[Part]) -> Any:
         lengths, values = _curve(part, part.measure)
         axes.plot(lengths, values, "o-", color=colour, linewidth=2.4, markersize=7, label=_name(part.name))
         for x, y in _some(list(zip(lengths, values, strict=True))) if len(parts) <= _DETAILED else ():
-            _note(axes, y, (x, y), (0, -17), colour, ha="center")
+            _note(axes, f"{y:.3f}", (x, y), (0, -17), colour, ha="center")
         exact = part.metrics.get("exact")
         if exact:
             text = f"{_name(part.name)}, exact ({4 * part.layer.dim:,} bytes)"
@@ -140,13 +185,11 @@ def _by_bits(parts: Sequence[Part]) -> Any:
     return figure
 
 
-def _note(
-    axes: Any, value: float, place: tuple[float, float], shift: tuple[int, int], colour: str, **align: str
-) -> None:
-    """A number beside its point, legible over lines."""
+def _note(axes: Any, text: str, place: tuple[float, float], shift: tuple[int, int], colour: str, **align: str) -> None:
+    """A text beside its point, legible over lines."""
     halo = [withStroke(linewidth=4, foreground="white")]
     options = {"textcoords": "offset points", "fontsize": "small", "color": colour, "path_effects": halo}
-    axes.annotate(f"{value:.3f}", place, shift, **options, **align)
+    axes.annotate(text, place, shift, **options, **align)
 
 
 def _curve(part: Part, key: str) -> tuple[list[int], list[float]]:
@@ -237,7 +280,7 @@ def _error(parts: Sequence[Part]) -> Any:
     for part, colour in zip(parts, cycle(_COLOURS), strict=False):
         errors = [1.0, *(row["error"] for row in part.metrics["lengths"])]
         axes.plot(range(len(errors)), errors, "o-", color=colour, linewidth=2.4, markersize=7, label=_name(part.name))
-        _note(axes, errors[-1], (len(errors) - 1, errors[-1]), (9, 0), colour, va="center")
+        _note(axes, f"{errors[-1]:.3f}", (len(errors) - 1, errors[-1]), (9, 0), colour, va="center")
     levels = max(part.layer.levels for part in parts)
     axes.set_xticks(range(levels + 1), ["none", *map(str, range(1, levels + 1))])
     axes.set(xlim=(-0.2, 1.12 * levels), ylim=(0, 1.05))

@@ -91,7 +91,7 @@ def write(
     beside: other runs on the same data, shown in the same tables and figures. images: pixels for the page where the
     data are features. queries: how many the page has. points: database items in the t-SNE picture, 0 for none.
     """
-    _need_packages()
+    need_packages("report", *_PACKAGES)
     from . import plots  # imports these packages
 
     parts = [_part(run)]
@@ -120,11 +120,13 @@ def write(
     return [run.report / name for name in names]
 
 
-def _need_packages() -> None:
-    for module, package in _PACKAGES.items():
+def need_packages(op: str, *modules: str) -> None:
+    """Raises ModuleNotFoundError unless these modules, which draw figures and pages, can be imported."""
+    for module in modules:
         if importlib.util.find_spec(module) is None:
+            package = _PACKAGES[module]
             raise ModuleNotFoundError(
-                f"report: {package} is not installed; `pip install 'drq_fast[report]'` installs what a report needs."
+                f"{op}: {package} is not installed; `pip install 'drq_fast[report]'` installs what figures need."
             )
 
 

@@ -65,7 +65,11 @@ class VectorFiles:
         """`count` distinct random rows in file order, or all rows if there are no more."""
         if count >= len(self):
             return self.read(0, len(self))
-        rows = np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False))
+        return self.pick(torch.from_numpy(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False))))
+
+    def pick(self, numbers: Tensor) -> Tensor:
+        """The rows with these ascending numbers [n], as float32 [n, D]."""
+        rows = numbers.numpy()
         of_file = np.split(rows, np.searchsorted(rows, self.ends[:-1]))
         begins = self.ends - [file.rows for file in self.files]
         drawn = [file.pick(part - begin) for file, part, begin in zip(self.files, of_file, begins, strict=True)]

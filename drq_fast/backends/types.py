@@ -129,7 +129,7 @@ class Stored(NamedTuple):
         """Those at positions [n] alone."""
         return Stored(self.values[positions], None if self.steps is None else self.steps[positions])
 
-    def floats(self, positions: Tensor) -> Tensor:
+    def floats(self, positions: Tensor | slice) -> Tensor:
         """The vectors at positions [...], as float32 [..., D]."""
         values = self.values[positions].float()
         return values if self.steps is None else values * self.steps[positions][..., None]

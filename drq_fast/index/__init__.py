@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from .. import checks, modes
 from ..backends.torch import pad_result
@@ -25,10 +24,10 @@ from .coarse import Coarse, default_probes, is_late
 from .ids import checked_ids
 from .rows import Content, Rows, no_rows
 from .searched import Searched, of_moderate_length, searched_rows
+from .source import Source, as_source, in_blocks
 from .storage import Storage
 from .tuning import Tuning
 
-_ADDED = 1 << 16  # vectors that `build` adds at a time
 _PADDED = 1 << 20  # results per query that may be requested from an index of fewer vectors
 
 
@@ -83,7 +82,7 @@ class Index(Storage):
     @classmethod
     def build(
         cls,
-        x: Array,
+        x: Array | Source,
         *,
         bits: int = 64,
         metric: str = "l2",
@@ -98,6 +97,7 @@ class Index(Storage):
     ) -> Index:
         """Fits a codec of `bits` per vector to x [N, dim], which may be a memory map, and adds x to a new index.
 
+        x is read in blocks; an object that reads them from elsewhere will do too (`drq_fast.index.source.Source`).
         bits: a multiple of 8. metric: for "cosine" the codec encodes directions. lists: how many inverted lists; by
         default about 2 sqrt(N), and none for fewer than 50,000 vectors. vectors and ids: as in the constructor and in
         `add`. beam: the width of the encoder's. sample and seed: see `RecurrentQuantizer.fit`. tune: measure what
@@ -110,24 +110,20 @@ class Index(Storage):
         tune = checks.boolean("build", "tune", tune)
         if vectors is not None:
             checks.choice("build", "vectors", vectors, tuple(stored_vectors.DTYPES))
-        rows = checks.array("build", "x", x)
-        if rows.ndim != 2 or len(rows) == 0:
-            checks.fail("build", "x", "[N, D] with at least one vector", checks.shape_of(rows))
+        source = as_source("build", x)
         given = None if ids is None else checked_ids("build", ids, place)
-        if given is not None and len(given) != len(rows):
-            checks.fail("build", "ids", f"{len(rows)} numbers, one per vector", len(given))
-        codec, centroids = fitted(rows, bits, metric, lists, beam, sample, seed, place)
+        if given is not None and len(given) != len(source):
+            checks.fail("build", "ids", f"{len(source)} numbers, one per vector", len(given))
+        codec, centroids = fitted(source, bits, metric, lists, beam, sample, seed, place)
         index = cls(codec, metric, vectors=vectors, centroids=centroids)
-        with tqdm(total=len(rows), desc="add", unit="vectors", delay=2, disable=None, leave=False) as bar:
-            for first in range(0, len(rows), _ADDED):
-                part = slice(first, first + _ADDED)
-                content = index._content("build", rows[part], beam, first)
-                index._append("build", content, None if given is None else given[part])
-                bar.update(len(content.codes))
+        for block in in_blocks(source.read, len(source), source.dim, "add"):
+            first = len(index)
+            content = index._content("build", block, beam, first)
+            index._append("build", content, None if given is None else given[first : first + len(block)])
         if index._coarse is not None:
             index._put_in_order()
-        if tune and len(rows) > 1:
-            index._tuning = tuning.by_own_vectors(index, rows, given, seed)
+        if tune and len(source) > 1:
+            index._tuning = tuning.by_own_vectors(index, source, given, seed)
         return index
 
     def tune(self, query: Array, k: int = 10) -> None:
@@ -277,7 +273,7 @@ class Index(Storage):
         if any(other is not None for other in others):
             checks.fail("search", "recall", "given without levels, probes, refine and vectors", "one of them too")
         if self._tuning is None:
-            raise RuntimeError("search: recall needs an index that was tuned; call index.tune(query).")
+            raise RuntimeError("search: recall needs an index that was tuned (index.tune, `drq-fast tune`).")
         setting = self._tuning.cheapest(recall, k, len(self))
         return setting.probes, setting.refine
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from .. import checks, functional
 from ..backends.types import Lists, Parameters
@@ -124,7 +125,7 @@ def _nearest(h: Tensor, as_codewords: Parameters) -> Tensor:
 def centroids_of(h: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """`count` centroids [L, D] of vectors h [n, D] by k-means; lists that nobody belongs to start anew elsewhere."""
     centroids = h[torch.randperm(len(h), generator=generator, device="cpu")[:count].to(h.device)].clone()
-    for _ in range(_ROUNDS):
+    for _ in tqdm(range(_ROUNDS), desc="lists", unit="round", delay=2, disable=None, leave=False):
         lists = _nearest(h, _as_codewords(centroids))
         sizes = torch.bincount(lists, minlength=count)
         centroids = torch.zeros_like(centroids).index_add_(0, lists, h) / sizes.clamp_min(1)[:, None]

@@ -158,6 +158,16 @@ class Storage:
         return None if self._coarse is None else len(self._coarse)
 
     @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each part in memory: "codec", "centroids", and those of all vectors. A file has 8 per id."""
+        codec = self.codec
+        shared = {"codec": sum(t.nbytes for t in (codec.codebook, codec.scale, codec.offset) if t is not None)}
+        shared |= {} if self._coarse is None else {"centroids": self._coarse.centroids.nbytes}
+        rows = self._rows
+        N = rows.living_count()
+        return shared | {name: N * t.shape[1:].numel() * t.element_size() for name, t in rows.tensors().items()}
+
+    @property
     def ids(self) -> Tensor:
         """All ids in the index [len], oldest first; with lists, in the order of lists."""
         rows = self._readable().codes_alone().living()

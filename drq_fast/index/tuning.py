@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from ..backends.types import SearchResult
 from ..codec import directions
 from .ids import MAX_ID
 from .rows import Rows
+from .source import Source, in_blocks
 
 if TYPE_CHECKING:
     from . import Index
@@ -26,7 +27,6 @@ _CHANGED = 1.5  # times more or fewer vectors than were measured with
 _CANDIDATES = (1, 1.5, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # times k
 _BLOCK = 256  # queries that are compared with all vectors at a time
 _REFINED = 500.0  # codes that are scanned in the time that one candidate takes to be selected and scored, about
-_ROWS = 1 << 16  # vectors that are compared with all queries at a time
 
 
 class Setting(NamedTuple):
@@ -52,10 +52,10 @@ class Tuning(NamedTuple):
     def cheapest(self, recall: float, k: int, size: int) -> Setting:
         """The cheapest setting that reached a recall, for k results from an index of this size."""
         if k > self.k:
-            checks.fail("search", "k", f"at most {self.k} with recall, which was measured for that; call index.tune", k)
+            checks.fail("search", "k", f"at most {self.k} with recall, which was measured for that; tune the index", k)
         if not self.size / _CHANGED <= size <= self.size * _CHANGED:
             changed = f"recall was measured with {self.size} vectors, and the index has {size}"
-            raise RuntimeError(f"search: {changed}; call index.tune(query).")
+            raise RuntimeError(f"search: {changed}; tune the index again.")
         # The nearest of k are found more often than the others if candidates are scored again, else perhaps not.
         settings = [each for each in self.settings if each.refine is not None or k == self.k]
         # Other queries find a little less or more, so a tenth of what is missing to 1 is added if it can be had.
@@ -88,12 +88,13 @@ def from_json(value: Any, lists: int | None) -> Tuning:
     return Tuning(k, queries, size, tuple(settings))
 
 
-def by_own_vectors(index: Index, x: Tensor, ids: Tensor | None, seed: int | None) -> Tuning:
+def by_own_vectors(index: Index, x: Source, ids: Tensor | None, seed: int | None) -> Tuning:
     """Of the index of vectors x [N, D] with these ids, by some of x as queries, which are not their own neighbours."""
-    rows = torch.randperm(len(x), generator=fitting.seeded(seed), device="cpu")[:_QUERIES].to(x.device)
-    query, k = x[rows].to(index.device, torch.float32), min(_NEIGHBOURS, len(x) - 1)
+    rows = fitting.sample_rows(len(x), _QUERIES, fitting.seeded(seed))
+    query, k = x.pick(rows).to(index.device, torch.float32), min(_NEIGHBOURS, len(x) - 1)
     rows = rows.to(index.device)
-    truth = _without(true_neighbours(query, x, index.metric, k + 1), rows, k)
+    blocks = in_blocks(x.read, len(x), x.dim, "true neighbours")
+    truth = _without(true_neighbours(query, blocks, index.metric, k + 1), rows, k)
     own = rows if ids is None else ids[rows]
 
     def found(k: int, probes: int | None, refine: int | None) -> Tensor:
@@ -107,8 +108,8 @@ def by_queries(index: Index, query: Tensor, rows: Rows, k: int) -> Tuning:
     """By queries [Q, D] and the vectors of the living rows of the index."""
     stored = rows.content.stored()
     assert stored is not None
-    x = stored.values if stored.steps is None else stored.floats(torch.arange(rows.size, device=index.device))
-    truth = true_neighbours(query, x, index.metric, k)
+    blocks = in_blocks(lambda a, b: stored.floats(slice(a, b)), rows.size, index.dim, "true neighbours")
+    truth = true_neighbours(query, blocks, index.metric, k)
 
     def found(k: int, probes: int | None, refine: int | None) -> Tensor:
         return index.search(query, k, probes=probes, refine=refine).ids
@@ -172,19 +173,21 @@ def _without(found: Tensor, own: Tensor, k: int) -> Tensor:
     return found.gather(1, order)[:, :k]
 
 
-def true_neighbours(query: Tensor, x: Tensor, metric: str, k: int) -> Tensor:
-    """The k nearest rows [Q, k] of x [N, D], which may be mapped, by the vectors themselves."""
+def true_neighbours(query: Tensor, x: Iterable[Tensor], metric: str, k: int) -> Tensor:
+    """The k nearest rows [Q, k] of all blocks [n, D] of x, by the vectors themselves."""
     query = directions(query) if metric == "cosine" else query
-    blocks = query.split(_BLOCK)
-    found: list[SearchResult | None] = [None] * len(blocks)
-    for first in range(0, len(x), _ROWS):
-        rows = x[first : first + _ROWS].to(query.device, torch.float32)
+    queries = query.split(_BLOCK)
+    found: list[SearchResult | None] = [None] * len(queries)
+    first = 0
+    for block in x:
+        rows = block.to(query.device, torch.float32)
         rows = directions(rows) if metric == "cosine" else rows
-        for b, block in enumerate(blocks):
-            scores = block @ rows.T
+        for b, some in enumerate(queries):
+            scores = some @ rows.T
             if metric == "l2":
                 scores = rows.square().sum(dim=1) - 2 * scores  # less ||q||^2, which is the same for all
             order = rank(scores, k, metric)
             new, old = SearchResult(scores.gather(1, order), order + first), found[b]
             found[b] = new if old is None else best_of((old, new), k, metric)
+        first += len(block)
     return torch.cat([each.positions for each in found if each is not None])

@@ -13,8 +13,9 @@ from .. import backends, checks
 from ..backends.torch import pad_result
 from ..backends.types import SearchResult, Stored
 from ..codec import directions
+from ..constants import VECTORS
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in VECTORS}
 _SMALL = 1e-4  # below which float16 loses digits
 IdsAt = Callable[[Tensor], Tensor]  # positions of rows -> their ids
 _GATHERED = 1 << 24  # numbers of a user's vectors that are in memory at a time

@@ -16,6 +16,7 @@ from drq_fast.files import TEMPORARY
 from .common import Child, require, run_command
 
 FIT = ("--codewords", "8", "--levels", "4", "--rounds", "3", "--beam", "2")
+BUILD = ("--bits", "8", "--lists", "4", "--vectors", "int8", "--sample", "60", "--beam", "1")
 TRAIN = ("--train", "8", "--query", "2", "--hidden", "6", "--dim", "8", "--codewords", "4", "--levels", "2")
 TRAIN = (*TRAIN, "--epochs", "1", "1", "1", "--batch", "8", "--checkpoint-seconds", "0")
 # Files that a killed command may leave in any state that a rerun completes.
@@ -34,6 +35,9 @@ class Scene(NamedTuple):
 
 
 SCENES = (
+    Scene((), "build"),
+    Scene(("build",), "build", ("--metric", "ip", "--force")),
+    Scene(("build",), "tune"),
     Scene((), "fit"),
     Scene(("fit", "encode", "index", "ids"), "fit", ("--seed", "1", "--force")),
     Scene(("fit",), "encode"),
@@ -67,7 +71,10 @@ def write_data(dice: random.Random, folder: Path) -> None:
 def arguments(folder: Path, name: str, run: str = "run") -> list[str]:
     """The command line of a command on the data of `write_data`."""
     x, where = str(folder / "x.npy"), str(folder / run)
+    index = str(folder / "out/index.drq")
     return {
+        "build": ["build", x, index, *BUILD],
+        "tune": ["tune", index, str(folder / "queries.npy"), "-k", "3"],
         "fit": ["fit", where, x, *FIT],
         "encode": ["encode", where, x],
         "encode-trained": ["encode", where],
@@ -104,7 +111,7 @@ def commands(dice: random.Random, folder: Path) -> int:
     write_data(dice, folder)
     for name in scene.before:
         Child(lambda name=name: run_command(arguments(folder, name), codes=(0,))).result()
-    if scene.before:
+    if run.exists():
         (run / "notes.txt").write_text("mine")
         (run / "mine").mkdir()
         (run / "mine/model.drq").write_text("mine")
@@ -137,6 +144,7 @@ def commands(dice: random.Random, folder: Path) -> int:
 def _exists(name: str, run: Path, out: Path) -> bool:
     """Whether a command needs --force, because its result exists or it has begun to write it."""
     results = {
+        "build": out / "index.drq",
         "fit": run / "run.json",
         "encode": run / "codes.npy",
         "encode-trained": run / "codes.npy",
@@ -148,4 +156,4 @@ def _exists(name: str, run: Path, out: Path) -> bool:
         "evaluate-trained": run / "metrics.json",
         "report": run / "report",
     }
-    return results[name].exists()
+    return name in results and results[name].exists()

@@ -1,0 +1,223 @@
+"""`drq-fast build`, `tune`, `search` and `info` on the file of an index."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from drq_fast import Index
+from tests.test_cli import start
+
+BUILD = ["--bits", "16", "--sample", "500", "--beam", "2"]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory) -> Path:
+    """A folder with an index that has lists and vectors, and one of codes alone."""
+    from tests.conftest import Shell
+
+    folder = tmp_path_factory.mktemp("built")
+    x = Shell.clustered(3000)
+    Index.build(x, bits=16, lists=16, vectors="float16", sample=500, beam=2, seed=0).save(folder / "lists.drq")
+    Index.build(x, bits=16, sample=500, beam=2, seed=0, tune=False).save(folder / "codes.drq")
+    return folder
+
+
+def test_from_vectors_to_an_index_to_neighbours(shell):
+    printed = shell.ok("build", "x.npy", "x.drq", *BUILD, "--lists", "16", "--vectors", "float16", "--metric", "cosine")
+    x, q = np.load("x.npy"), np.load("q.npy")
+    options = {"bits": 16, "sample": 500, "beam": 2, "seed": 0, "lists": 16, "vectors": "float16", "metric": "cosine"}
+    index, written = Index.build(x, **options), Index.load("x.drq")
+    assert torch.equal(index.codes, written.codes)
+    assert index.tuning == written.tuning
+    lines = printed.splitlines()
+    assert "3,000 vectors of 16 dimensions in 16 bits, metric cosine, 16 lists, vectors kept as float16" in lines[0]
+    cells = {line.split()[0]: line.split()[1:] for line in lines if line}
+    assert cells["codes"] == ["6,000", "2.00"]
+    assert cells["vectors"] == ["96,000", "32.00"]
+    assert cells["file"][0] == f"{Path('x.drq').stat().st_size:,}"
+    rows = lines[next(n for n, line in enumerate(lines) if line.startswith("recall@10")) + 1 : -1]
+    for row, setting in zip(rows, index.tuning.settings, strict=True):
+        refine = "-" if setting.refine is None else str(setting.refine)
+        assert row.replace(",", "").split()[:3] == [f"{setting.recall:.4f}", str(setting.probes), refine]
+    for options, keywords in (
+        (["--recall", ".9"], {"recall": 0.9}),
+        (["--probes", "3", "--refine", "40"], {"probes": 3, "refine": 40}),
+        (["--bits", "8"], {"levels": 1}),
+        ([], {}),
+    ):
+        found = json.loads(shell.ok("search", "x.drq", "q.npy", "-k", "4", "--json", *options))
+        scores, ids = index.search(q, 4, **keywords)
+        assert found == {"ids": ids.tolist(), "scores": scores.tolist()}
+
+
+def test_own_ids_and_several_files_of_any_numbers(shell):
+    x = np.round(20 * np.load("x.npy"))
+    np.save("first.npy", x[:1000].astype(np.int16))
+    np.save("second.npy", x[1000:].astype(">f8"))
+    np.save("whole.npy", x)
+    np.save("ids.npy", np.arange(3000)[::-1] * 7)
+    for names, to in ((["first.npy", "second.npy"], "two.drq"), (["whole.npy"], "one.drq")):
+        shell.ok("build", *names, to, *BUILD, "--ids", "ids.npy", "--lists", "none", "--vectors", "none")
+    assert Path("one.drq").read_bytes() == Path("two.drq").read_bytes()
+    index = Index.load("one.drq")
+    assert torch.equal(index.ids, torch.arange(3000).flip(0) * 7)
+    assert (index.lists, index.vectors) == (None, None)
+
+
+def test_tuning_with_queries_of_ones_own(shell, built):
+    shutil.copy(built / "lists.drq", "x.drq")
+    np.save("q.npy", shell.clustered(200, seed=5))
+    before = Index.load("x.drq")
+    facts = json.loads(shell.ok("tune", "x.drq", "q.npy", "-k", "20", "--json"))
+    before.tune(np.load("q.npy"), k=20)
+    assert Index.load("x.drq").tuning == before.tuning
+    assert (facts["tuning"]["k"], facts["tuning"]["queries"], facts["tuning"]["size"]) == (20, 200, 3000)
+    settings = [
+        tuple(row[name] for name in ("probes", "refine", "recall", "cost")) for row in facts["tuning"]["settings"]
+    ]
+    assert settings == list(before.tuning.settings)
+    assert len(shell.ok("search", "x.drq", "q.npy", "-k", "20", "--recall", ".8").splitlines()) == 200
+
+
+def test_info_shows_what_is_in_an_index(shell, built):
+    facts = json.loads(shell.ok("info", str(built / "lists.drq"), "--json"))
+    index = Index.load(built / "lists.drq")
+    assert (facts["size"], facts["lists"], facts["vectors"], facts["metric"]) == (3000, 16, "float16", "l2")
+    assert facts["parts"] == index.sizes
+    assert "recall@10" in shell.ok("info", str(built / "lists.drq"))
+    assert "no lists, no vectors kept" in shell.ok("info", str(built / "codes.drq"))
+    shell.fitted()
+    printed = shell.ok("info", "run")
+    assert "run/index.drq: 3,000 vectors" in printed
+    assert "not tuned" in printed
+
+
+@pytest.mark.parametrize("suffix", ["svg", "png"])
+def test_a_figure_of_the_tuning(shell, built, suffix):
+    pytest.importorskip("matplotlib")
+    shutil.copy(built / "lists.drq", "x.drq")
+    shell.ok("tune", "x.drq", "q.npy", "--plot", f"a.{suffix}")
+    shell.ok("build", "x.npy", "flat.drq", *BUILD, "--plot", f"b.{suffix}")  # a single setting
+    first = Path(f"a.{suffix}").read_bytes()
+    assert first.startswith(b"<?xml" if suffix == "svg" else b"\x89PNG")
+    assert Path(f"b.{suffix}").stat().st_size > 1000
+    assert "exists already" in shell.refused("tune", "x.drq", "q.npy", "--plot", f"a.{suffix}")
+    shell.ok("tune", "x.drq", "q.npy", "--plot", f"a.{suffix}", "--force")
+    assert Path(f"a.{suffix}").read_bytes() == first
+
+
+def test_a_figure_needs_matplotlib(shell, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
+    said = shell.refused("build", "x.npy", "x.drq", *BUILD, "--plot", "a.svg")
+    assert "matplotlib is not installed; `pip install 'drq_fast[report]'`" in said
+    assert not Path("x.drq").exists()
+
+
+WRONG = [
+    (["build", "missing.npy", "new.drq"], "missing.npy cannot be read: No such file"),
+    (["build", "x.npy", "narrow.npy", "new.drq"], "narrow.npy has 3 dimensions and x.npy has 16"),
+    (["build", "nan.npy", "new.drq", *BUILD], "row 11 of nan.npy is not finite"),
+    (["build", "x.npy", "codes.drq"], "codes.drq exists already; --force replaces it"),
+    (["build", "x.npy", "q.npy"], "q.npy exists already"),
+    (["build", "x.npy", "q.npy", "--force"], "q.npy is not an index, so it is not replaced"),
+    (["build", "x.npy", "run/model.drq", "--force"], "run/model.drq is not an index, so it is not replaced"),
+    (["build", "x.npy", "run", "--force"], "run cannot be written: it is a folder"),
+    (["build", "x.npy", "new/new.drq"], "new/new.drq cannot be written: new is not a folder"),
+    (["build", "x.npy", "new.drq", "--bits", "12"], "bits must be a multiple of 8, got 12"),
+    (["build", "x.npy", "new.drq", "--lists", "0"], "lists must be an integer from 1 to 3000, got 0"),
+    (["build", "x.npy", "new.drq", "--beam", "0"], "beam must be"),
+    (["build", "x.npy", "new.drq", "--seed", "-1"], "seed must be"),
+    (["build", "x.npy", "new.drq", "--sample", "0"], "sample must be"),
+    (["build", "x.npy", "new.drq", "--ids", "twice.npy"], "ids must be unique"),
+    (["build", "x.npy", "new.drq", "--ids", "q.npy"], "ids must be"),
+    (["build", "x.npy", "new.drq", "--plot", "a.pdf"], "plot must be a .svg or .png file, got a.pdf"),
+    (["build", "x.npy", "new.drq", "--plot", "new/a.svg"], "new/a.svg cannot be written: new is not a folder"),
+    (["build", "one.npy", "new.drq", "--plot", "a.svg"], "plot must be left out for a single vector"),
+    (["search", "new.drq", "q.npy"], "new.drq does not exist; `drq-fast build` makes an index"),
+    (["search", "lists.drq"], "queries must be a file of vectors"),
+    (["search", "x.npy", "q.npy"], "x.npy is not a complete safetensors file"),
+    (["search", "run/model.drq", "q.npy"], "holds a quantizer, not an index"),
+    (["search", "lists.drq", "narrow.npy"], "of 16 dimensions, as the index is, got 3"),
+    (["search", "lists.drq", "q.npy", "--recall", "1.5"], "recall must be above 0 and at most 1, got 1.5"),
+    (["search", "lists.drq", "q.npy", "--recall", ".9", "-k", "11"], "k must be at most 10 with recall"),
+    (["search", "lists.drq", "q.npy", "--probes", "17"], "probes must be an integer from 1 to 16, got 17"),
+    (["search", "codes.drq", "q.npy", "--recall", ".9"], "recall needs an index that was tuned"),
+    (["search", "codes.drq", "q.npy", "--probes", "2"], "probes needs lists, and the index has none"),
+    (["search", "run", "q.npy", "--recall", ".9"], "recall needs an index that was tuned"),
+    (["tune", "new.drq", "q.npy"], "new.drq does not exist"),
+    (["tune", "codes.drq", "q.npy"], "codes.drq has codes only; `drq-fast build --vectors float16` keeps vectors"),
+    (["tune", "run", "q.npy"], "run/index.drq has codes only"),
+    (["tune", "lists.drq", "narrow.npy"], "of 16 dimensions, as the index is, got 3"),
+    (["tune", "lists.drq", "q.npy", "-k", "0"], "k must be an integer from 1 to 3000, got 0"),
+    (["info", "new.drq"], "new.drq does not exist"),
+    (["info", "x.npy"], "x.npy is not a complete safetensors file"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[" ".join(a[:6]) for a, _ in WRONG])
+def test_bad_input_is_one_sentence(shell, built, arguments, said):
+    x = np.load("x.npy")
+    for name in ("lists.drq", "codes.drq"):
+        shutil.copy(built / name, name)
+    np.save("narrow.npy", x[:, :3].copy())
+    np.save("one.npy", x[:1])
+    np.save("nan.npy", np.where(np.arange(3000)[:, None] == 11, np.nan, x))
+    np.save("twice.npy", np.zeros(3000, np.int64))
+    if any(argument.startswith("run") for argument in arguments):
+        shell.fitted()
+    before = shell.tree()
+    assert said in shell.refused(*arguments)
+    assert shell.tree() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["build", "x.npy"], "the following arguments are required: INDEX"),
+        (["build", "x.npy", "a.drq", "--lists", "some"], "'some' is not auto, none or a number"),
+        (["build", "x.npy", "a.drq", "--vectors", "float61"], "unknown kind 'float61', did you mean float16?"),
+        (["build", "x.npy", "a.drq", "--metric", "cosin"], "unknown metric 'cosin', did you mean cosine?"),
+        (["search", "a.drq", "q.npy", "--recall", "high"], "invalid float value: 'high'"),
+        (["search", "a.drq", "q.npy", "--recall", ".9", "--probes", "3"], "cannot be given with --probes"),
+        (["search", "a.drq", "q.npy", "--recall", ".9", "--bits", "8"], "cannot be given with --bits"),
+    ],
+)
+def test_wrong_options_are_named(shell, arguments, said):
+    assert said in shell.refused(*arguments, code=2)
+
+
+def test_force_replaces_an_index(shell, built):
+    shutil.copy(built / "lists.drq", "x.drq")
+    shell.ok("build", "x.npy", "x.drq", *BUILD, "--force")
+    assert Index.load("x.drq").lists is None
+    assert not [name for name in os.listdir() if name.endswith(".tmp")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ctrl_c_leaves_the_old_index(shell, built):
+    shutil.copy(built / "lists.drq", "x.drq")
+    np.save("large.npy", shell.clustered(60_000, D=64))
+    before = shell.tree()
+    process = start("build", "large.npy", "x.drq", "--force")
+    maps, deadline = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 60
+    while time.monotonic() < deadline and "libtorch" not in maps.read_text():
+        time.sleep(0.1)
+    time.sleep(2)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, "")
+    assert err.strip().splitlines()[-1] == "drq-fast build: interrupted; finished files are kept"
+    assert shell.tree() == before
