@@ -185,8 +185,9 @@ class Index(Storage):
         rows = searched.rows
         most = min(candidates, max(rows.size, 1))
         scores, found = searched.scan(values, most, probes)
-        last = min(k, most) - 1
-        if not chosen and probes != self.lists and bool((few := found[:, last] < 0).any()):  # the lists had too few
+        last = found[:, min(k, most) - 1]
+        if not chosen and probes != self.lists and len(last) and int(last.min()) < 0:  # the lists had too few
+            few = last < 0
             again = searched.scan(values[few.to(values.device)], most, self.lists)
             scores, found = (
                 scores.masked_scatter(few[:, None], again.scores),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -56,14 +57,14 @@ class Tuning(NamedTuple):
         if not self.size / _CHANGED <= size <= self.size * _CHANGED:
             changed = f"recall was measured with {self.size} vectors, and the index has {size}"
             raise RuntimeError(f"search: {changed}; tune the index again.")
-        # The nearest of k are found more often than the others if candidates are scored again, else perhaps not.
-        settings = [each for each in self.settings if each.refine is not None or k == self.k]
         # Other queries find a little less or more, so a tenth of what is missing to 1 is added if it can be had.
         for wanted in (recall + (1 - recall) / 10, recall):
-            for setting in settings:
-                if setting.recall >= wanted:
+            first = bisect_left(self.settings, wanted, key=lambda each: each.recall)
+            for setting in self.settings[first:]:
+                # The nearest of k are found more often than the others if candidates are scored again, else perhaps not.
+                if setting.refine is not None or k == self.k:
                     return setting
-        most = max((setting.recall for setting in settings), default=0.0)
+        most = max((each.recall for each in self.settings if each.refine is not None or k == self.k), default=0.0)
         checks.fail("search", "recall", f"at most {most:.4f}, the highest that was measured", recall)
 
     def as_json(self) -> dict[str, Any]:
