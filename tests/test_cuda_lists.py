@@ -50,7 +50,7 @@ def search_by(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> Search:
         ctypes.memmove(job["positions"], positions.contiguous().data_ptr(), 8 * Q * k)
 
     monkeypatch.setattr(search.native, "Search", dict)
-    monkeypatch.setattr(search.native, "Probed", dict, raising=False)
+    monkeypatch.setattr(search.native, "Probed", dict)
     monkeypatch.setattr(search, "enqueue", enqueue)
 
     def searched(case: Case, database: Database, query: torch.Tensor, **launch: object) -> SearchResult:
@@ -108,7 +108,7 @@ SMALL = [
 ]
 
 
-@pytest.mark.parametrize("case", SMALL, ids=str)
+@pytest.mark.parametrize("case", [SMALL[0], pytest.param(SMALL[1], marks=pytest.mark.slow)], ids=str)
 def test_slices_that_begin_and_end_within_lists(in_rounds, simulated_in_rounds, case):
     for seed in range(6):  # orders of warps, or of single lanes
         check(in_rounds, simulated_in_rounds, case._replace(seed=seed), seed=seed, lanes=seed % 2 == 1)
