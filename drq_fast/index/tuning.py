@@ -61,7 +61,7 @@ class Tuning(NamedTuple):
         for wanted in (recall + (1 - recall) / 10, recall):
             first = bisect_left(self.settings, wanted, key=lambda each: each.recall)
             for setting in self.settings[first:]:
-                # The nearest of k are found more often than the others if candidates are scored again, else perhaps not.
+                # Scored again, the nearest of k are found more often than the others; else perhaps not.
                 if setting.refine is not None or k == self.k:
                     return setting
         most = max((each.recall for each in self.settings if each.refine is not None or k == self.k), default=0.0)
