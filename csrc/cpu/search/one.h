@@ -142,7 +142,9 @@ struct One {
     return _mm512_cvttps_epi32(_mm512_min_ps(_mm512_set1_ps(1e9f), added));
   }
 
-  const uint8_t* row(int64_t n) const { return static_cast<const uint8_t*>(job.codes) + n * (kStride ? kStride : stride); }
+  const uint8_t* row(int64_t n) const {
+    return static_cast<const uint8_t*>(job.codes) + n * (kStride ? kStride : stride);
+  }
 
   // Sums of the 64 codes from n on; whether any of them is within the limit.
   template <class Metric>
@@ -151,7 +153,8 @@ struct One {
     for (int i = 0; i < 4; ++i) {
       sums[i] = start<Metric>(n + 16 * i);
       for (int g = 0; g < kGroups; ++g)
-        sums[i] = _mm512_dpbusd_epi32(sums[i], look_up(local, dwords_of<kStride>(row(n + 16 * i), g, stride)), weight[g]);
+        sums[i] =
+            _mm512_dpbusd_epi32(sums[i], look_up(local, dwords_of<kStride>(row(n + 16 * i), g, stride)), weight[g]);
     }
     const __m512i least = _mm512_min_epi32(_mm512_min_epi32(sums[0], sums[1]), _mm512_min_epi32(sums[2], sums[3]));
     return _mm512_cmple_epi32_mask(least, limit) != 0;
