@@ -410,7 +410,7 @@ def frontier(points: list[Point]) -> list[Point]:
 def main() -> None:
     """Runs what was asked for; prints tables in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="20,000 vectors: tests the script")
+    parser.add_argument("--quick", action="store_true", help="5,000 vectors: tests the script")
     parser.add_argument("--data", action="append", default=[], metavar="NAME=FILE.npy", help="vectors of your own")
     parser.add_argument("--images", type=Path, help="folder of CIFAR-10's binary batches, for SIFT descriptors")
     parser.add_argument("--sets", nargs="*", default=["clustered", "text-like"], help="generated data sets to run")
@@ -428,7 +428,7 @@ def main() -> None:
         return
     from provenance import provenance
 
-    origin, N = provenance(), 20_000 if options.quick else 1_000_000
+    origin, N = provenance(), 5_000 if options.quick else 1_000_000
     options.keep.mkdir(parents=True, exist_ok=True)
     sets: dict[str, Callable[[], Any]] = {
         "clustered": lambda: clustered(N + QUERIES, 128),

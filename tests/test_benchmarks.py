@@ -315,3 +315,31 @@ def test_models_without_fashion_mnist(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert given.name == "Fashion-MNIST"
     assert torch.equal(given.train.flatten(), torch.arange(2 * 28 * 28).remainder(256) / 255)
     assert given.test.shape == (1, 1, 28, 28)
+
+
+def test_recall_against_speed_on_few_vectors(tmp_path: Path) -> None:
+    """Vectors of a file; what was built and found is not built and timed again."""
+    np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(5000, 16)).astype(np.float32))
+    script, keep, file = BENCHMARKS / "bench_tradeoff.py", tmp_path / "keep", tmp_path / "runs.json"
+    data = ["--sets", "--data", f"own={tmp_path / 'x.npy'}", "--only", "drq_fast, 8", "--rounds", "1"]
+    command = [sys.executable, str(script), *data, "--keep", str(keep), "--json", str(file)]
+    first, again = (subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2))
+    assert again.stdout == first.stdout
+    assert "### own, 3,000 x 16" in first.stdout
+    methods = json.loads(file.read_text())["runs"]["own"]["methods"]
+    points = methods["drq_fast, 8 bytes + float16"]["points"]
+    assert [point["setting"] for point in points][:3] == ["recall=0.8", "recall=0.9", "recall=0.95"]
+    assert all(point["recall"] > float(point["setting"].partition("=")[2]) - 0.02 for point in points)
+
+
+def test_recall_against_speed_keeps_what_is_worth_it() -> None:
+    tradeoff = load("bench_tradeoff")
+    points = [tradeoff.Point(*row) for row in [("a", 0.5, 9, 9), ("b", 0.6, 8, 1), ("c", 0.6, 7, 2), ("d", 0.4, 8, 8)]]
+    assert [point.setting for point in tradeoff.frontier(points)] == ["b", "a"][::-1]
+    many = points + [tradeoff.Point(f"slow {i}", 0.3, 1, 1) for i in range(9)]
+    assert tradeoff.worth_timing(many) == {"a", "b", "c"}
+    assert tradeoff.best(points, 0.55, lambda point: point.single).setting == "c"
+    assert tradeoff.best(points, 0.7, lambda point: point.single) is None
+    x = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
+    exact = torch.cdist(x[:5].double(), x.double()).topk(10, largest=False).indices
+    assert torch.equal(tradeoff.nearest(x[:5], x), exact)
