@@ -63,11 +63,12 @@ def test_candidates_scored_again_by_the_vectors(shell):
     for name, said in (
         ("missing.npy", "search: missing.npy cannot be read: No such file or directory."),
         ("cut.npy", "search: cut.npy is not a complete .npy file of numbers."),
-        ("short.npy", "search: vectors must be [n, D] with a row for id 2"),
-        ("narrow.npy", "search: vectors must be [n, 16], by id, got float32 [3000, 3]."),
-        ("long.npy", "search: vectors must be floats or integers of at most 32 bits, got torch.int64."),
+        ("short.npy", "search: --vectors must be [n, D] with a row for id 2"),
+        ("narrow.npy", "search: --vectors must be [n, 16], by id, got float32 [3000, 3]."),
+        ("long.npy", "search: --vectors must be floats or integers of at most 32 bits, got torch.int64."),
     ):
-        assert said in shell.refused("search", "run", "q.npy", "-k", "3", "--refine", "3000", "--vectors", name)
+        arguments = ("search", "run", "q.npy", "-k", "3", "--refine", "3000", "--vectors", name)
+        assert said in shell.refused(*arguments, code=2 if " must be " in said else 1)
 
 
 def test_filter_and_removal_by_id(shell):
