@@ -205,6 +205,14 @@ class Settings:
         paths: dict[str, Any] = {name: str(Path(path).resolve()) for name, path in names.items() if path}
         return dataclasses.replace(self, data=tuple(str(Path(path).resolve()) for path in self.data), **paths)
 
+    @classmethod
+    def of_run(cls, config: dict[str, Any]) -> tuple[Settings, Config]:
+        """Settings and training of a run, from the content of its config.json; KeyError if a setting is missing."""
+        config = {"classes": None} | config  # version 0.1.0 had no names of classes
+        return tuple(  # type: ignore[return-value]
+            kind(**{field.name: config[field.name] for field in dataclasses.fields(kind)}) for kind in (cls, Config)
+        )
+
     @property
     def of_features(self) -> bool:
         """True if the data are features, not images."""
