@@ -248,6 +248,7 @@ def test_the_slider_changes_ranking_and_figures(browser, made):
     browser.window(1200)
     browser.open(made)
     n = browser.run("state.query")
+    assert (n, text(browser, "#bits")) == (0, "4 bits")
     for length in (2, 0, 1):
         set_length(browser, length)
         row, found = data["lengths"][length], data["queries"][n]["found"][length]
@@ -257,7 +258,7 @@ def test_the_slider_changes_ranking_and_figures(browser, made):
         assert text(browser, "#map") == text(browser, "#here") == f"{row['mAP']:.3f}"
         labels, own = data["labels"], data["queries"][n]["item"]
         right = [bool(set(labels[own]) & set(labels[item])) for item in found]
-        assert text(browser, "#precision").split()[0] == str(sum(right))
+        assert text(browser, "#precision").split()[0] == text(browser, "#rights .now:last-of-type") == str(sum(right))
         signs = browser.run("[...document.querySelectorAll('#results .sign')].map(sign => sign.textContent)")
         assert signs == ["✓" if one else "✗" for one in right]
     assert data["queries"][n]["found"][0] != data["queries"][n]["found"][2]
@@ -274,11 +275,15 @@ def test_the_keyboard_is_enough(browser, made):
     browser.press("Tab")
     assert browser.run("document.activeElement.id") == "length"
     assert browser.run("getComputedStyle(document.activeElement).outlineStyle") != "none"
-    full = ranking(browser)
-    browser.press("ArrowLeft")
+    ring = "getComputedStyle(document.activeElement).outline"
+    assert "3px" in browser.run(ring)
+    gap = "by('ticks').getBoundingClientRect().top - by('length').getBoundingClientRect().bottom"
+    assert browser.run(gap) > 3  # the ring covers no number
+    shortest = ranking(browser)
+    browser.press("ArrowRight")
     assert text(browser, "#bits") == "8 bits"
     assert browser.run("by('length').getAttribute('aria-valuetext')") == "8 bits"
-    assert ranking(browser) != full
+    assert ranking(browser) != shortest
     browser.press("Tab")
     n = browser.run("Number(document.activeElement.value)")
     assert n == browser.run("state.query")

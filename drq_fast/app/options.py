@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -52,6 +53,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     `shown`: the names of all options and arguments as they are typed, by their names in Python.
     """
     parser, commands = _parsers()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     options, unknown = parser.parse_known_args(arguments)
     command = commands[options.command]
     options.prog = command.prog

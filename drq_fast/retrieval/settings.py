@@ -136,6 +136,11 @@ FOR_IMAGES: dict[str, Any] = {
 }
 
 
+# Settings that only one kind of data uses.
+OF_FEATURES = ("labels", "hidden", "dropout")
+OF_IMAGES = ("root", "classes", "backbone", "size", "side", "freeze_norms", "augment")
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Data, protocol and network of an experiment; Config has the training.
