@@ -1,6 +1,6 @@
 """Train once on handwritten numbers, then search with 8, 16, 24 and 32 bits of the same codes.
 
-    python examples/digits.py [--out out/digits] [--epochs 20 5 10] [--numbers 1000]
+    python examples/digits.py [--out out/digits] [--epochs 12 3 6] [--numbers 1000]
 
 Needs `pip install 'drq_fast[demo]'` (scikit-learn, matplotlib, Pillow).
 
@@ -86,7 +86,7 @@ def main() -> None:
     """Runs the example."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/digits"))
-    parser.add_argument("--epochs", type=int, nargs=3, default=(20, 5, 10), help="of the three stages of training")
+    parser.add_argument("--epochs", type=int, nargs=3, default=(12, 3, 6), help="of the three stages of training")
     parser.add_argument("--numbers", type=int, default=1000, help="how many numbers, from 000 on")
     options = parser.parse_args()
     features, words, pictures = write_data(options.out, options.numbers)

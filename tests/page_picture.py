@@ -36,9 +36,9 @@ def main(page: Path, target: Path) -> None:
 
 
 def shot(browser: Browser, selector: str, path: Path) -> Image.Image:
-    """The part of the page between the top and the bottom of an element."""
+    """The part of the page from the top of an element to its bottom, with a margin."""
     top, bottom = browser.run(
-        f"(r => [Math.floor(r.top + scrollY), Math.ceil(r.bottom + scrollY)])"
+        "(r => [Math.floor(r.top + scrollY), Math.ceil(r.bottom + scrollY) + 20])"
         f"(document.querySelector({selector!r}).getBoundingClientRect())"
     )
     browser.window(WIDTH, bottom)
