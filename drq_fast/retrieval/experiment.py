@@ -156,6 +156,10 @@ def read_items(settings: Settings) -> Items:
     return datasets.image_list(list(settings.data), settings.root, classes, side(settings))
 
 
+def _is_cifar(folder: Path) -> bool:
+    return any((folder / f"data_batch_1{suffix}").exists() for suffix in ("", ".bin"))
+
+
 def side(settings: Settings) -> int:
     """The side at which images are read: at most twice that of the network, so that random crops stay sharp."""
     if _is_cifar(Path(settings.data[0])):
