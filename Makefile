@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 # Some virtual machines advertise AMX and fault on it; without the variable torch would use it. Harmless elsewhere.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
@@ -66,13 +66,17 @@ clean:
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
 
 $(VENV)/bin/python:
-	$(PYTHON) -m venv $(VENV)
+	@echo "== Creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: $(SOURCES) | $(VENV)/bin/python
-	$(PIP) torch numpy
-	$(PIP) -e .
-	touch $@
+	@echo "== Installing torch and numpy, some hundred megabytes if pip has not downloaded them before"
+	@$(PIP) torch numpy
+	@echo "== Compiling drq_fast, which takes a few minutes and prints nothing until it is done"
+	@$(PIP) --quiet -e .
+	@touch $@
 
 $(VENV)/demo $(VENV)/test $(VENV)/fuzz $(VENV)/lint $(VENV)/bench: $(VENV)/%: $(VENV)/installed
-	$(PIP) -e ".[$*]"
-	touch $@
+	@echo "== Installing the packages of drq_fast[$*]; drq_fast itself is not compiled again"
+	@$(PIP) --quiet "drq_fast[$*]"
+	@touch $@

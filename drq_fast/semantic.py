@@ -201,7 +201,9 @@ class SemanticIds:
             import pyarrow
             import pyarrow.parquet
         except ImportError as error:
-            raise ImportError("to_parquet: pyarrow is missing; `pip install drq_fast[parquet]` installs it.") from error
+            raise ImportError(
+                "to_parquet: pyarrow is missing; `pip install 'drq_fast[parquet]'` installs it."
+            ) from error
         columns = {"item": self._names("to_parquet", items), "codes": self._codes.tolist(), "tokens": self.tokens()}
         buffer = pyarrow.BufferOutputStream()
         pyarrow.parquet.write_table(pyarrow.table(columns), buffer)

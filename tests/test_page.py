@@ -248,6 +248,7 @@ def test_the_slider_changes_ranking_and_figures(browser, made):
     browser.window(1200)
     browser.open(made)
     n = browser.run("state.query")
+    assert (n, text(browser, "#bits")) == (0, "4 bits")
     for length in (2, 0, 1):
         set_length(browser, length)
         row, found = data["lengths"][length], data["queries"][n]["found"][length]
@@ -258,6 +259,8 @@ def test_the_slider_changes_ranking_and_figures(browser, made):
         labels, own = data["labels"], data["queries"][n]["item"]
         right = [bool(set(labels[own]) & set(labels[item])) for item in found]
         assert text(browser, "#precision").split()[0] == str(sum(right))
+        counts = browser.run("[...document.querySelectorAll('#rights .now')].map(cell => cell.textContent)")
+        assert counts == [f"{row['bits']} bits", str(sum(right))]
         signs = browser.run("[...document.querySelectorAll('#results .sign')].map(sign => sign.textContent)")
         assert signs == ["✓" if one else "✗" for one in right]
     assert data["queries"][n]["found"][0] != data["queries"][n]["found"][2]
@@ -274,11 +277,15 @@ def test_the_keyboard_is_enough(browser, made):
     browser.press("Tab")
     assert browser.run("document.activeElement.id") == "length"
     assert browser.run("getComputedStyle(document.activeElement).outlineStyle") != "none"
-    full = ranking(browser)
-    browser.press("ArrowLeft")
+    ring = "getComputedStyle(document.activeElement).outline"
+    assert "3px" in browser.run(ring)
+    gap = "by('ticks').getBoundingClientRect().top - by('length').getBoundingClientRect().bottom"
+    assert browser.run(gap) > 3  # the ring covers no number
+    shortest = ranking(browser)
+    browser.press("ArrowRight")
     assert text(browser, "#bits") == "8 bits"
     assert browser.run("by('length').getAttribute('aria-valuetext')") == "8 bits"
-    assert ranking(browser) != full
+    assert ranking(browser) != shortest
     browser.press("Tab")
     n = browser.run("Number(document.activeElement.value)")
     assert n == browser.run("state.query")
@@ -317,9 +324,9 @@ def test_several_labels_and_no_pixels(browser, several_labels):
     browser.window(1200)
     browser.open(several_labels)
     q = data["queries"][browser.run("state.query")]
-    right = [bool(set(data["labels"][q["item"]]) & set(data["labels"][i])) for i in q["found"][-1]]
+    right = [bool(set(data["labels"][q["item"]]) & set(data["labels"][i])) for i in q["found"][0]]
     assert browser.run("[...document.querySelectorAll('#results li')].map(e => e.className === 'right')") == right
-    names = ", ".join(data["classes"][c] for c in data["labels"][q["found"][-1][0]])
+    names = ", ".join(data["classes"][c] for c in data["labels"][q["found"][0][0]])
     assert text(browser, "#results .picture") == names
 
 

@@ -100,6 +100,11 @@ def test_a_trained_run_beside_another(runs, capsys):
     for name in LABELLED:
         assert f"]({name})" in text
         assert (folder / name).stat().st_size > 5000
+    captions = re.findall(r"^!\[(.*)\]", text, re.MULTILINE)
+    assert all(text.count(caption) == 1 for caption in captions)
+    settings = text.partition("## Settings")[2]
+    assert "| hidden | 16 | 16 |" in settings
+    assert not re.search(r"^\| (root|backbone|size|augment|freeze_norms) \|", settings, re.MULTILINE)
     assert "| ablation | none | unsupervised |" in text
 
 
@@ -326,6 +331,9 @@ def test_images_of_a_folder_are_on_the_page(tmp_path, capsys):
     data = data_of(tmp_path / "run" / "report" / "page.html")
     assert len(data["queries"]) == 3
     assert len(data["images"]) == len(set(data["images"])) == 3 + 12
+    settings = (tmp_path / "run" / "report" / "report.md").read_text().partition("## Settings")[2]
+    assert "| size | 32 |" in settings
+    assert not re.search(r"^\| (labels|hidden|dropout) \|", settings, re.MULTILINE)
     message = refused(capsys, "report", tmp_path / "run", "--images", tmp_path / "run" / "codes.npy", "--force", code=2)
     assert "images must be left out for a run on images" in message
 

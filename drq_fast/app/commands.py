@@ -19,12 +19,13 @@ from ..files import FileError
 from ..fit import sample_size
 from ..index import Index
 from ..quantizer import RecurrentQuantizer
-from ..retrieval.experiment import Experiment, ItemSource
+from ..retrieval.experiment import Experiment, ItemSource, side
 from ..retrieval.settings import Config, Settings
 from ..semantic import SemanticIds
 from . import info as information
 from . import metrics as measures
 from .description import describe, table
+from .images import ImageQueries, is_images
 from .options import nearest
 from .report import need_packages
 from .run import Run, Source, vacant
@@ -141,14 +142,16 @@ def index(options: argparse.Namespace) -> Result:
 
 def search(options: argparse.Namespace) -> Result:
     """`drq-fast search`."""
+    run = Run(options.folder)
+    path = run.queries if options.queries is None else Path(options.queries)
+    images = ImageQueries(run, path) if is_images(path) else None
     index = _index_file("search", options.folder)
-    path = Run(options.folder).queries if options.queries is None else Path(options.queries)
     if options.queries is None and not path.exists():
-        checks.fail("search", "queries", "a file of vectors", "none")
+        checks.fail("search", "queries", "a file of vectors or images", "none")
     target = None if options.out is None else Path(options.out)
     if target is not None:
         vacant(target, options.force)
-    queries = VectorFiles([path])
+    queries = VectorFiles([path]) if images is None else images
     made = Index.load(index)
     _same_dim("search", queries, made)
     L = None if options.bits is None else _levels(options.bits, made.codewords, made.levels)
@@ -164,11 +167,13 @@ def search(options: argparse.Namespace) -> Result:
         np.savez(archive, ids=ids.numpy(), scores=scores.numpy())
         files.write_bytes(target, archive.getvalue())
         return {"out": str(target), "queries": len(ids), "k": k}, f"{target}: {len(ids):,} x {k} results"
+    result = {"ids": ids.tolist(), "scores": scores.tolist()} | ({} if images is None else images.names(made, ids))
+    asked, names = result.get("images", range(len(ids))), result.get("found", result["ids"])
     lines = [
-        "\t".join([str(q), *(f"{i}:{s:.6g}" for i, s in zip(row.tolist(), score.tolist(), strict=True))])
-        for q, (row, score) in enumerate(zip(ids, scores, strict=True))
+        "\t".join([str(q), *(f"{name}:{s:.6g}" for name, s in zip(row, score, strict=True))])
+        for q, row, score in zip(asked, names, result["scores"], strict=True)
     ]
-    return {"ids": ids.tolist(), "scores": scores.tolist()}, "\n".join(lines)
+    return result, "\n".join(lines)
 
 
 def remove(options: argparse.Namespace) -> Result:
@@ -233,7 +238,8 @@ def train(options: argparse.Namespace) -> Result:
     experiment = Experiment(settings, dataclasses.replace(settings.config, **changes))
     experiment.model()  # raises errors before anything is written
     config = {"command": "train", **dataclasses.asdict(settings), **dataclasses.asdict(experiment.config)}
-    config = json.loads(json.dumps(config)) | {"drq_fast": __version__}
+    facts = {} if settings.of_features else {"side": side(settings)}
+    config = json.loads(json.dumps(config)) | facts | {"drq_fast": __version__}
     run.claim_folder()
     with run.writing():
         run.claim_folder()  # again: another process may have written here meanwhile
@@ -355,7 +361,7 @@ def _make_way(run: Run, config: dict[str, Any], force: bool) -> None:
     An unfinished training with the same settings stays, so that it is resumed, with or without `force`.
     """
     there = run.read_json(run.config, "train") if run.config.exists() else {}
-    differing = sorted(name for name in config if name != "drq_fast" and there.get(name) != config[name])
+    differing = sorted(name for name in config if name not in _FACTS and there.get(name) != config[name])
     if not differing and not run.model.exists():
         return
     if there and differing and not force:
@@ -377,7 +383,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise FileError(f"train: {path} must hold a JSON object of settings.")
     for name in given:
-        if name not in (*_SETTINGS, "command", "drq_fast"):
+        if name not in (*_SETTINGS, *_FACTS, "command"):
             raise FileError(f"train: {path} has an unknown setting {name!r}{nearest(name, _SETTINGS)}")
     return given
 
@@ -387,6 +393,7 @@ def _fields(options: Any) -> list[str]:
 
 
 _SETTINGS = [*_fields(Settings), *_fields(Config)]
+_FACTS = ("side", "drq_fast")  # in config.json beside the settings of a training
 
 
 def _not_inside(run: Run, paths: Iterable[str]) -> None:
@@ -452,7 +459,7 @@ def _draw(path: Path | None, index: Index, name: Path) -> None:
         draw_tuning(path, index.tuning, name.name)
 
 
-def _same_dim(op: str, queries: VectorFiles, index: Index) -> None:
+def _same_dim(op: str, queries: VectorFiles | ImageQueries, index: Index) -> None:
     if queries.dim != index.dim:
         checks.fail(op, "queries", f"of {index.dim} dimensions, as the index is", queries.dim)
 

@@ -26,9 +26,9 @@ def collect_info() -> dict[str, Any]:
         "native": extension.why_not("cpu") if native is None else f"built with {native.compiler}",
         "isa": _instruction_set(),
         "cuda": {
-            "in the extension": f"runtime {versions[0]}" if versions else "not built",
+            "in the extension": f"runtime {versions[0]}" if versions else "built without CUDA",
             "driver": versions[1] if versions else "unknown (needs the extension with CUDA)",
-            "in torch": torch.version.cuda or "not built",
+            "in torch": torch.version.cuda or "built without CUDA",
             "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         },
         "backends": {

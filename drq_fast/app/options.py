@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+import os
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -52,6 +53,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     `shown`: the names of all options and arguments as they are typed, by their names in Python.
     """
     parser, commands = _parsers()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     options, unknown = parser.parse_known_args(arguments)
     command = commands[options.command]
     options.prog = command.prog
@@ -196,13 +201,13 @@ def _search(add: Any) -> None:
         add,
         "search",
         "find the nearest codes of every query, at any code length",
-        "Prints one line per query: ids and scores, best first. Scores of metric l2 are squared distances.",
-        "search vectors.drq queries.npy -k 5 --recall 0.95 --out found.npz",
+        "Prints one line per query: ids and scores, best first. Scores of metric l2 are squared distances. For a run\n"
+        "that was trained on images, queries may be images, and results are the names of files.",
+        "search vectors.drq queries.npy -k 5 --recall 0.95 --out found.npz\n  drq-fast search run photo.png",
         on="RUN|INDEX",
     )
-    parser.add_argument(
-        "queries", nargs="?", metavar="FILE.npy", help="numbers [Q, D] (default: the queries of a trained run)"
-    )
+    text = "numbers [Q, D] in a .npy, an image, or a folder of images (default: the queries of a trained run)"
+    parser.add_argument("queries", nargs="?", metavar="FILE", help=text)
     _number(parser, "-k", 10, "results per query")
     _number(parser, "--bits", None, "use only the first bits of every code (default: all)")
     text = "take the cheapest --probes and --refine that found this share of the true neighbours, 0 to 1, when measured"

@@ -18,7 +18,7 @@ from .. import checks, files
 from ..files import FileError
 from ..quantizer import RecurrentQuantizer
 from ..retrieval.experiment import Experiment
-from ..retrieval.settings import PROTOCOLS
+from ..retrieval.settings import OF_FEATURES, OF_IMAGES, PROTOCOLS, Settings
 from . import metrics as measures
 from . import page
 from .run import Run
@@ -224,7 +224,7 @@ def _markdown(
     else:
         blocks.append("[page.html](page.html) shows what is retrieved at every code length; it opens in any browser.")
     blocks += ["## By code length", _by_length(first)] if len(parts) == 1 else _by_run(parts)
-    blocks += [f"![{caption}]({file})\n\n{caption}" for file, caption in drawn.items()]
+    blocks += [f"![{caption}]({file})" for file, caption in drawn.items()]
     blocks += ["## Codewords in use", _usage_table(facts), "## Settings", _settings(parts)]
     return "\n\n".join(blocks) + "\n"
 
@@ -293,6 +293,9 @@ def _usage_table(facts: dict[str, Any]) -> str:
 
 def _settings(parts: Sequence[Part]) -> str:
     names = list(dict.fromkeys(name for part in parts for name in part.config))
+    if parts[0].labelled:  # all parts have the same data
+        unused = OF_IMAGES if Settings(parts[0].config["data"]).of_features else OF_FEATURES
+        names = [name for name in names if name not in unused]
     rows = [[name, *(_value(part.config.get(name)) for part in parts)] for name in names]
     return _table(["setting", *(part.name for part in parts)], rows)
 

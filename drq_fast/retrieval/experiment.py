@@ -62,9 +62,7 @@ class Experiment:
             width = self.items[[0]].shape[1]
             plain = settings.ablation == "unsupervised"
             return Precomputed(width) if plain else Precomputed(width, settings.hidden, settings.dropout)
-        if settings.backbone == "efficientnet-lite0":
-            return EfficientNetLite0(settings.size)
-        return AlexNet.load(settings.backbone, size=settings.size)
+        return image_backbone(settings)
 
     def train(self, folder: Path | None) -> tuple[Model, list[dict[str, float]]]:
         """The trained network and the losses of every epoch; resumes from a checkpoint in the folder."""
@@ -82,9 +80,7 @@ class Experiment:
         if not (folder / CHECKPOINT).exists():
             raise FileNotFoundError(f"run: {folder / CHECKPOINT} does not exist, so the network is lost; train again.")
         train(model, self.items, self.split.train, self.config, folder=folder)
-        learnt, stored = model.quantizer.state_dict(), quantizer.state_dict()
-        if not all(torch.equal(value, stored[name]) for name, value in learnt.items()):
-            raise FileError(f"run: {folder / CHECKPOINT} belongs to another training than the model; train again.")
+        check_quantizer(model, quantizer, folder / CHECKPOINT)
         return model
 
     def features(self, model: Model, rows: Tensor) -> Tensor:
@@ -102,14 +98,33 @@ class ItemSource:
         return len(self.rows)
 
     def identity(self) -> Any:
-        """The settings that identify these items; names of classes do not."""
-        settings = dataclasses.asdict(self.experiment.settings)
+        """The settings that identify these items."""
+        return self.describe(self.experiment)
+
+    @staticmethod
+    def describe(experiment: Experiment) -> Any:
+        """The identity of the items of an experiment, without a network; names of classes do not matter."""
+        settings = dataclasses.asdict(experiment.settings)
         del settings["classes"]
-        return settings | {"seed": self.experiment.config.seed, "files": _state(self.experiment.settings.data)}
+        return settings | {"seed": experiment.config.seed, "files": _state(experiment.settings.data)}
 
     def read(self, first: int, last: int) -> Tensor:
         """Features [last - first, dim]."""
         return self.experiment.features(self.model, self.rows[first:last])
+
+
+def image_backbone(settings: Settings, weights: bool = True) -> nn.Module:
+    """The backbone for images; with weights those before training."""
+    if settings.backbone == "efficientnet-lite0":
+        return EfficientNetLite0(settings.size, weights)
+    return AlexNet.load(settings.backbone, size=settings.size) if weights else AlexNet(size=settings.size)
+
+
+def check_quantizer(model: Model, quantizer: RecurrentQuantizer, checkpoint: Path) -> None:
+    """Raises FileError unless the quantizer of a network, which came from this checkpoint, is that of the run."""
+    learnt, stored = model.quantizer.state_dict(), quantizer.state_dict()
+    if not all(name in stored and torch.equal(value, stored[name]) for name, value in learnt.items()):
+        raise FileError(f"run: {checkpoint} belongs to another training than the model; train again.")
 
 
 def _state(paths: tuple[str, ...]) -> str:
@@ -132,16 +147,21 @@ def read_items(settings: Settings) -> Items:
     if first.is_dir():
         if len(settings.data) > 1:
             checks.fail("train", "data", "one folder, or files", f"{len(settings.data)} with a folder first")
-        cifar = any((first / f"data_batch_1{suffix}").exists() for suffix in ("", ".bin"))
-        return datasets.cifar10(first) if cifar else datasets.image_folder(first, _decoded(settings))
+        return datasets.cifar10(first) if _is_cifar(first) else datasets.image_folder(first, side(settings))
     if settings.of_features:
         if len(settings.data) > 1:
             checks.fail("train", "data", "one file of features", len(settings.data))
         return datasets.features(first, settings.labels)
     classes = None if settings.classes is None else datasets.read_classes(settings.classes)
-    return datasets.image_list(list(settings.data), settings.root, classes, _decoded(settings))
+    return datasets.image_list(list(settings.data), settings.root, classes, side(settings))
 
 
-def _decoded(settings: Settings) -> int:
-    """Size at which images are read: at most twice that of the network, so that random crops stay sharp."""
+def _is_cifar(folder: Path) -> bool:
+    return any((folder / f"data_batch_1{suffix}").exists() for suffix in ("", ".bin"))
+
+
+def side(settings: Settings) -> int:
+    """The side at which images are read: at most twice that of the network, so that random crops stay sharp."""
+    if _is_cifar(Path(settings.data[0])):
+        return 32
     return max(settings.size, min(256, 2 * settings.size))

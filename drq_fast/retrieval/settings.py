@@ -136,6 +136,11 @@ FOR_IMAGES: dict[str, Any] = {
 }
 
 
+# Settings that only one kind of data uses.
+OF_FEATURES = ("labels", "hidden", "dropout")
+OF_IMAGES = ("root", "classes", "backbone", "size", "side", "freeze_norms", "augment")
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Data, protocol and network of an experiment; Config has the training.
@@ -204,6 +209,14 @@ class Settings:
             names["backbone"] = self.backbone
         paths: dict[str, Any] = {name: str(Path(path).resolve()) for name, path in names.items() if path}
         return dataclasses.replace(self, data=tuple(str(Path(path).resolve()) for path in self.data), **paths)
+
+    @classmethod
+    def of_run(cls, config: dict[str, Any]) -> tuple[Settings, Config]:
+        """Settings and training of a run, from the content of its config.json; KeyError if a setting is missing."""
+        config = {"classes": None} | config  # version 0.1.0 had no names of classes
+        return tuple(  # type: ignore[return-value]
+            kind(**{field.name: config[field.name] for field in dataclasses.fields(kind)}) for kind in (cls, Config)
+        )
 
     @property
     def of_features(self) -> bool:

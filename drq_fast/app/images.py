@@ -1,0 +1,70 @@
+"""Queries that are images, embedded by the network of a run, and the names of the images that they find."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..files import FileError
+from ..index import Index
+from ..retrieval.datasets import SUFFIXES
+from ..retrieval.embedder import Embedder, image_paths
+from ..retrieval.experiment import ItemSource
+from .run import Run
+
+
+def is_images(path: Path) -> bool:
+    """True for a folder, or the name of an image."""
+    return path.is_dir() or path.suffix.lower() in SUFFIXES
+
+
+class ImageQueries:
+    """An image, or all in a folder, as queries [Q, dim] for the index of a run."""
+
+    def __init__(self, run: Run, path: Path) -> None:
+        if run.folder.is_file():
+            checks.fail("search", "a run", "given for images, because its network embeds them", f"{run.folder}, a file")
+        self.run, self.paths = run, image_paths(path)
+        self.embedder = Embedder.load(run.folder)
+        self.dim = self.embedder.model.quantizer.dim
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def read(self, first: int, last: int) -> Tensor:
+        """The vectors of images first to last - 1, float32 [last - first, dim]."""
+        return self.embedder.embed(self.paths[first:last])
+
+    def names(self, index: Index, ids: Tensor) -> dict[str, Any]:
+        """The names of the queries and, where they are known, of the images found with ids [Q, k]."""
+        names = {"images": [str(path) for path in self.paths]}
+        known = self._known(index)
+        if known is None:
+            return names
+        return names | {"found": [[known[i] if i >= 0 else "none" for i in row] for row in ids.tolist()]}
+
+    def _known(self, index: Index) -> list[str] | None:
+        """The image files of the database in the order of the index; None, with a note, if they are not known."""
+        why = "the index has ids of its own"
+        if torch.equal(index.ids, torch.arange(len(index))):
+            try:
+                experiment = self.run.experiment()
+                paths = getattr(experiment.items, "paths", None)
+                source = json.loads(json.dumps(ItemSource.describe(experiment)))
+                if paths is None:
+                    why = "the data have no names of files"
+                elif self.run.load_codes()[1].get("source") == source:
+                    return [str(paths[row]) for row in experiment.split.database.tolist()]
+                else:
+                    why = "the data have changed since they were encoded"
+            except (OSError, FileError) as error:
+                why = re.sub(r"^\w+: ", "", str(error)).rstrip(".")
+        warnings.warn(f"results are ids, not names of files: {why}.", stacklevel=2)
+        return None
