@@ -29,14 +29,14 @@ def load(name: str) -> ModuleType:
 def test_digits(tmp_path):
     pytest.importorskip("sklearn")
     pytest.importorskip("matplotlib")
-    smaller = ["--numbers", "300", "--epochs", "10", "2", "3", "--out", str(tmp_path)]
+    smaller = ["--numbers", "600", "--epochs", "8", "2", "4", "--out", str(tmp_path)]
     command = [sys.executable, str(EXAMPLES / "digits.py"), *smaller]
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     codes = [map(float, line.split()[3:]) for line in lines if line.startswith("code,")]
     sizes, full, without_labels = zip(*codes, strict=True)
     exact = float(next(line.split()[-1] for line in lines if line.startswith("features, exact")))
     assert sizes == (1, 2, 3, 4)
-    assert full[0] < full[1] - 0.1  # 300 numbers do not fit into 8 bits
+    assert full[0] < full[1] - 0.1  # 600 numbers do not fit into 8 bits
     assert min(full[1:]) > max(exact - 0.1, max(without_labels) + 0.1)
     assert any(line.startswith(f"$ drq-fast report {tmp_path / 'full'} --beside") for line in lines)
     page = Path(lines[-1].removeprefix("open in a browser: "))
