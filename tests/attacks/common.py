@@ -12,6 +12,7 @@ import random
 import resource
 import select
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from patience import PATIENCE
+from tqdm import tqdm
 
 from drq_fast import Codec, Index
 from drq_fast.app import cli
@@ -160,6 +162,7 @@ class Child:
         try:
             os.setsid()
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            tqdm.set_lock(threading.RLock())  # processes share tqdm's own, which one that was killed would never release
             if one_thread:
                 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
             if memory is not None:
