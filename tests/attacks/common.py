@@ -162,7 +162,7 @@ class Child:
         try:
             os.setsid()
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            tqdm.set_lock(threading.RLock())  # processes share tqdm's own, which one that was killed would never release
+            tqdm.set_lock(threading.RLock())  # a killed process would never release the one that all share
             if one_thread:
                 torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
             if memory is not None:
