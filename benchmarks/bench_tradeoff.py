@@ -36,6 +36,8 @@ from drq_fast import Index
 K = 10  # neighbours that are looked for
 QUERIES, SINGLE = 2000, 300  # in a batch, and one by one
 ROUNDS = 5
+LEAST = 0.1  # seconds that are timed at a time
+PAUSE = 0.01  # seconds in which the OpenMP threads of the previous run stop spinning
 ASKED = (0.8, 0.9, 0.95, 0.98, 0.99, 0.995)  # of ours
 SHOWN = (0.9, 0.95, 0.99)  # in the table
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -129,6 +131,11 @@ def ours(bits: int, vectors: str) -> Method:
         for recall in ASKED:
             if recall <= index.tuning.settings[-1].recall:
                 yield f"recall={recall}", lambda query, recall=recall: index.search(query, K, recall=recall).ids
+        for setting in index.tuning.settings:
+            given = {"probes": setting.probes, "refine": setting.refine}
+            if setting.recall >= SHOWN[0] - 0.02:
+                name = ", ".join(f"{key}={value}" for key, value in given.items())
+                yield name, lambda query, given=given: index.search(query, K, **given).ids
 
     return Method(build, lambda index, path: index.save(path), Index.load, settings)
 
@@ -243,9 +250,14 @@ def recall_of(ids: Array, truth: Array) -> float:
 
 
 def seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    """Of one run, after one that is not timed; the mean of as many as take LEAST seconds."""
+    time.sleep(PAUSE)
     run()
-    return time.perf_counter() - start
+    start, runs = time.perf_counter(), 0
+    while (spent := time.perf_counter() - start) < LEAST:
+        run()
+        runs += 1
+    return spent / runs
 
 
 def one_by_one(search: Search, query: Array) -> None:
@@ -259,39 +271,41 @@ def best(points: list[Point], recall: float, rate: Callable[[Point], float]) -> 
 
 
 def worth_timing(points: list[Point]) -> set[str]:
-    """Settings that are the fastest of a method at their recall; all of them if they are few."""
-    if len(points) <= len(ASKED):
-        return {point.setting for point in points}
+    """Settings that are the fastest of a method at their recall, and those that ask for a recall."""
     rates = (lambda point: point.batch, lambda point: point.single)
-    return {found.setting for p in points for rate in rates if (found := best(points, p.recall, rate)) is not None}
+    fastest = {found.setting for p in points for rate in rates if (found := best(points, p.recall, rate)) is not None}
+    return fastest | {point.setting for point in points if point.setting.startswith("recall=")}
 
 
 def timed(settings: dict[str, dict[str, Search]], data: Data, rounds: int) -> dict[str, list[Point]]:
-    """All settings of all methods in turn: one round of all, then more of those that are worth it."""
-    taken: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
-    chosen = {name: set(found) for name, found in settings.items()}
-    recalls: dict[tuple[str, str], float] = {}
+    """All settings of all methods once, then those that are worth it in several rounds, each in turn."""
+    singles = data.query[:SINGLE]
+    found: dict[str, list[Point]] = {}
+    for name, searches in settings.items():
+        points = []
+        for setting, search in searches.items():
+            start = time.perf_counter()
+            recall = recall_of(search(data.query), data.truth)
+            middle = time.perf_counter()
+            one_by_one(search, singles)
+            spent = middle - start, time.perf_counter() - middle
+            points.append(Point(setting, recall, len(data.query) / spent[0], len(singles) / spent[1]))
+        chosen = worth_timing(points)
+        found[name] = [point for point in points if point.setting in chosen]
+    taken: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for _ in range(rounds):
+        for name, points in found.items():
+            for point in points:
+                search = settings[name][point.setting]
+                batch = seconds(lambda search=search: search(data.query))
+                single = seconds(lambda search=search: one_by_one(search, singles))
+                taken.setdefault((name, point.setting), []).append((len(data.query) / batch, len(singles) / single))
 
-    def points(name: str) -> list[Point]:
-        rows = [(setting, taken[name, setting]) for setting in settings[name] if setting in chosen[name]]
-        return [
-            Point(s, recalls[name, s], len(data.query) / statistics.median(b), SINGLE / statistics.median(o))
-            for s, (b, o) in rows
-        ]
+    def measured(name: str, point: Point) -> Point:
+        batch, single = (statistics.median(rates) for rates in zip(*taken[name, point.setting], strict=True))
+        return point._replace(batch=batch, single=single)
 
-    for number in range(rounds):
-        for name, searches in settings.items():
-            for setting, search in searches.items():
-                if setting not in chosen[name]:
-                    continue
-                if number == 0:
-                    recalls[name, setting] = recall_of(search(data.query), data.truth)
-                batch, single = taken.setdefault((name, setting), ([], []))
-                batch.append(seconds(lambda search=search: search(data.query)))
-                single.append(seconds(lambda search=search: one_by_one(search, data.query[:SINGLE])))
-        if number == 0:
-            chosen = {name: worth_timing(points(name)) for name in settings}
-    return {name: points(name) for name in settings}
+    return {name: [measured(name, point) for point in points] for name, points in found.items()}
 
 
 def memory(method: Method, path: str, query: Array) -> float:
