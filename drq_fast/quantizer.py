@@ -110,7 +110,7 @@ class RecurrentQuantizer(LayerParameters):
         # forward reads the Python bool; the buffer stores it in state_dict.
         self.initialised = init == "random" and not offset and gamma is not None
         self._initialised: Tensor
-        self.register_buffer("_initialised", torch.tensor(self.initialised))
+        self.register_buffer("_initialised", torch.tensor(int(self.initialised)))  # AveragedModel cannot average bools
         self._observed: Tensor  # how often each codeword was used in the codes given to `observe`
         self.register_buffer("_observed", torch.zeros(codewords, dtype=torch.int64))
 

@@ -84,6 +84,7 @@ def test_kinds_of_images(made, here):
     torch.testing.assert_close(embedder.embed(np.stack([np.asarray(image) for image in opened])), x)
     torch.testing.assert_close(embedder.embed(str(files[0])), x[:1])
     torch.testing.assert_close(embedder.embed(opened[1]), x[1:])
+    torch.testing.assert_close(embedder.embed(np.asarray(opened[1])), x[1:])
     assert embedder.embed([made / "images", files[0]]).shape == (25, 24)
     assert image_paths(made / "images" / "dark") == sorted((made / "images" / "dark").iterdir())
     with pytest.raises(ValueError, match=r"^embed: an image must be a file, .*, got float32 \[50, 70\]\.$"):

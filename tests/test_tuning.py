@@ -135,3 +135,15 @@ def test_what_is_wrong_is_said_in_one_sentence(index, x):
     bare.add(x[:10])
     with pytest.raises(RuntimeError, match="tune: the index has codes only"):
         bare.tune(x[:5])
+
+
+def test_few_queries_are_warned_of(index, x):
+    other = copy.deepcopy(index)
+    with pytest.warns(UserWarning, match="queries say little about others if they are few"):
+        other.tune(x[:5])
+
+
+def test_codes_alone_are_measured_for_one_k(x):
+    index = Index.build(x[:3000], bits=16, seed=0)
+    with pytest.raises(ValueError, match="k must be 10 with recall, which was measured for that by codes alone, got 5"):
+        index.search(x[:2], k=5, recall=0.1)

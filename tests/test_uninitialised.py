@@ -29,11 +29,13 @@ def test_a_validation_before_training_says_what_to_do():
 def test_an_averaged_model_made_before_training_works(update, use_buffers):
     model = nn.Sequential(nn.Linear(6, 6), RecurrentQuantizer(6, 16, 3, update=update))
     averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
+    plain = AveragedModel(model, use_buffers=use_buffers)  # an average of all
     with pytest.raises(RuntimeError, match=r"^forward: the layer has not seen data yet"):
         averaged.eval()(data())
     for _ in range(3):
         model(data())
         averaged.update_parameters(model)
+        plain.update_parameters(model)
     layer, other = model[1], averaged.module[1]
     assert torch.equal(other.codebook, layer.codebook) == (not use_buffers or update == "gradient")
     assert averaged.train()(data()).codes.shape == (600, 3)

@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.command == "search" and options.recall is not None:
         for name in ("bits", "probes", "refine", "vectors"):
             if getattr(options, name) is not None:
-                command.error(f"--recall chooses what to search; it cannot be given with --{name}")
+                command.error(f"--recall chooses --probes and --refine itself; it cannot be given with --{name}")
     return options
 
 
@@ -212,7 +212,7 @@ def _search(add: Any) -> None:
     _number(parser, "--bits", None, "use only the first bits of every code (default: all)")
     text = "take the cheapest --probes and --refine that found this share of the true neighbours, 0 to 1, when measured"
     parser.add_argument("--recall", type=float, metavar="float", help=text)
-    _number(parser, "--probes", None, "look at so many inverted lists (default: one of 16, at least 16)")
+    _number(parser, "--probes", None, "look at so many inverted lists (default: a sixteenth of them, at least 16)")
     text = "score so many of the best by codes again by the vectors of the index, or of --vectors (default: none)"
     _number(parser, "--refine", None, text)
     text = "numbers [N, D] for --refine: row i is the vector of id i (default: the vectors that the index keeps)"

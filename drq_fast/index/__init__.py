@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Iterable
 from numbers import Real
 from pathlib import Path
@@ -28,6 +29,7 @@ from .source import Source, as_source, in_blocks
 from .storage import Storage
 from .tuning import Tuning
 
+_ENOUGH = 100  # queries to tune by
 _PADDED = 1 << 20  # results per query that may be requested from an index of fewer vectors
 
 
@@ -129,7 +131,7 @@ class Index(Storage):
     def tune(self, query: Array, k: int = 10) -> None:
         """Measures what `search(recall=)` needs with queries [Q, dim] like those to come; the index must keep vectors.
 
-        The true neighbours are found by comparing the queries with all vectors.
+        The true neighbours are found by comparing the queries with all vectors. Warns of fewer than 100 queries.
         """
         values = self._vectors("tune", "query", query).to(self.device, torch.float32)
         if len(values) == 0 or len(self) == 0:
@@ -138,6 +140,10 @@ class Index(Storage):
         if self.vectors is None:
             raise RuntimeError('tune: the index has codes only; make it with vectors="float16".')
         checks.finite("tune", "query", values)
+        if len(values) < _ENOUGH:
+            warnings.warn(
+                f"tune: queries say little about others if they are few; give at least {_ENOUGH}.", stacklevel=2
+            )
         self._tuning = tuning.by_queries(self, values, self._readable().living(), k)
 
     @property
@@ -162,11 +168,11 @@ class Index(Storage):
         levels: use only the first so many levels of every code. keep: only these ids, or a bool array indexed by id;
         ids that are not in the index are passed over. recall: the share of the true k nearest to be found, above 0 and
         up to 1; takes the cheapest probes and refine that reached it on sample queries (see `tuning`). probes: how many
-        lists each query looks at, the nearest ones; by default one of 16, at least 16, and all of them with `keep` or
-        where these have fewer than k vectors. refine: the so many best by codes are scored again by the vectors
-        themselves, those of the index or, if it has none, the rows of `vectors` [n, dim], by id, which may be a memory
-        map. Equal scores come oldest first, with lists in the order of the lists. Where fewer than k vectors remain:
-        id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that is more.
+        lists each query looks at, the nearest ones; by default a sixteenth of them, at least 16, and all of them with
+        `keep` or where these have fewer than k vectors. refine: the so many best by codes are scored again by the
+        vectors themselves, those of the index or, if it has none, the rows of `vectors` [n, dim], by id, which may be a
+        memory map. Equal scores come oldest first, with lists in the order of the lists. Where fewer than k vectors
+        remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that is more.
         """
         query = checks.listed("search", "query", query)
         single = getattr(query, "ndim", 2) == 1

@@ -64,7 +64,10 @@ class Tuning(NamedTuple):
                 # Scored again, the nearest of k are found more often than the others; else perhaps not.
                 if setting.refine is not None or k == self.k:
                     return setting
-        most = max((each.recall for each in self.settings if each.refine is not None or k == self.k), default=0.0)
+        usable = [each.recall for each in self.settings if each.refine is not None or k == self.k]
+        if not usable:
+            checks.fail("search", "k", f"{self.k} with recall, which was measured for that by codes alone", k)
+        most = max(usable)
         checks.fail("search", "recall", f"at most {most:.4f}, the highest that was measured", recall)
 
     def as_json(self) -> dict[str, Any]:

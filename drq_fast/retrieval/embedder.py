@@ -57,14 +57,20 @@ class Embedder:
         """x [N, dim] in float32 of N images, computed with a progress bar.
 
         images: the name of a file or of a folder of images, Pillow's image, or several of these; or arrays uint8
-        [H, W] or [H, W, 3]. A folder stands for all images in it, in the order of `image_paths`.
+        [H, W] or [H, W, 3], one or several. A folder stands for all images in it, in the order of `image_paths`.
         """
         return features(self.model, pictures(image_paths(images), self.side), amp=self.amp)
 
 
+def _is_one(images: Any) -> bool:
+    """Whether an array is one image, [H, W] or [H, W, 3], rather than several."""
+    dimensions = getattr(images, "ndim", 0)
+    return dimensions == 2 or (dimensions == 3 and images.shape[2] == 3)
+
+
 def image_paths(images: Any) -> list[Any]:
     """A list of images, in which the files of a folder, sorted by name, replace it."""
-    one = isinstance(images, (str, os.PathLike)) or not isinstance(images, Iterable)
+    one = isinstance(images, (str, os.PathLike)) or not isinstance(images, Iterable) or _is_one(images)
     found: list[Any] = []
     for image in [images] if one else images:
         if isinstance(image, (str, os.PathLike)) and Path(image).is_dir():
