@@ -395,14 +395,15 @@ def plot(runs: dict[str, dict[str, Any]], origin: str, file: Path) -> None:
     canvas = Figure(figsize=(4.6 * len(runs), 4.6))
     handles: dict[str, Any] = {}
     for axes, (title, found) in zip(canvas.subplots(1, len(runs), squeeze=False)[0], runs.items(), strict=True):
-        for n, (name, row) in enumerate(found.items()):
+        reds, others = iter(("#c00020", "#e8590c", "#f59f9f")), iter((*COLOURS[:1], *COLOURS[2:], "#555555", "#bcbd22"))
+        for name, row in found.items():
             front = frontier([Point(**point) for point in row.get("points", ())])
-            bold = {"linewidth": 2.5, "marker": "o", "zorder": 3} if name.startswith("drq_fast") else {"linewidth": 1.2}
+            own = name.startswith("drq_fast")
+            style = {"linewidth": 2.5, "marker": "o", "zorder": 3} if own else {"linewidth": 1.2, "marker": "s"}
             xy = [point.recall for point in front], [point.batch for point in front]
-            handles[name] = axes.plot(*xy, **{"marker": "s", "markersize": 4} | bold, color=COLOURS[n % len(COLOURS)])[
-                0
-            ]
-        axes.set(xlim=(0.7, 1.0), yscale="log", xlabel=f"recall of the {K} nearest", title=title)
+            handles[name] = axes.plot(*xy, **style, markersize=4, color=next(reds if own else others))[0]
+        axes.set(xlim=(0.8, 1.0), yscale="log", xlabel=f"recall of the {K} nearest", title=title)
+        axes.set_xticks((0.8, 0.85, 0.9, 0.95, 1.0))
         axes.yaxis.set_major_formatter(lambda y, _: tick(y))
         axes.grid(color="#e5e5e5")
     canvas.axes[0].set_ylabel("queries / s in a batch")
