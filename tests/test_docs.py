@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -52,3 +55,14 @@ def test_links_inside_the_repository_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_shell_blocks_of_the_tutorial_run(tmp_path):
+    blocks = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs/tutorial.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for block in blocks:
+        shell = ["bash", "-e", "-c", block]
+        done = subprocess.run(shell, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert {"found.npz", "vectors.drq", "found_items.npz", "run"} <= {path.name for path in tmp_path.iterdir()}
