@@ -432,3 +432,18 @@ def test_bad_input():
     with pytest.raises(TypeError, match=r"fit: x must be a torch.Tensor or a numpy array, got int\."):
         layer.fit(5)
     assert not layer.initialised
+
+
+def test_weights_of_levels_balance_short_codes_and_long_ones():
+    """The first two of six levels are best if fitted alone, and better the more they weigh."""
+    generator = torch.Generator().manual_seed(0)
+    centres, noise = (torch.randn(n, 16, generator=generator) for n in (100, 6000))
+    x = (centres[torch.randint(100, (6000,), generator=generator)] + 0.7 * noise) / torch.arange(1, 17).sqrt()
+
+    def errors(levels: int, weights: list[float] | None = None) -> list[float]:
+        layer = RecurrentQuantizer(16, 32, levels, level_weights=weights)
+        return layer.fit(x, seed=0, rounds=15)
+
+    alone, equal, weighted = errors(2), errors(6), errors(6, [8.0, 8.0, 1.0, 1.0, 1.0, 1.0])
+    assert alone[1] < weighted[1] < equal[1]
+    assert equal[5] < weighted[5]
