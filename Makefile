@@ -54,6 +54,7 @@ bench bench-quick: $(VENV)/bench
 # Writes tables and plots of the committed benchmarks/results/*.json into README.md and docs/.
 bench-publish: $(VENV)/bench
 	$(BIN)/python benchmarks/report.py --publish
+	$(BIN)/python benchmarks/bench_tradeoff.py --json benchmarks/tradeoff.json --publish
 
 # On a machine with an NVIDIA GPU: tests, then benchmarks, then one file to send back.
 gpu-check: $(VENV)/test $(VENV)/bench

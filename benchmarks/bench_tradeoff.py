@@ -389,9 +389,11 @@ def asked(found: dict[str, Any]) -> str:
 
 def plot(runs: dict[str, dict[str, Any]], origin: str, file: Path) -> None:
     """A diagram for each data set: queries per second in batches over recall, a line for each method."""
+    import matplotlib
     from matplotlib.figure import Figure
-    from plots import COLOURS, save, tick
+    from plots import COLOURS, STYLE, save, tick
 
+    matplotlib.rcParams.update(STYLE)
     canvas = Figure(figsize=(4.6 * len(runs), 4.6))
     handles: dict[str, Any] = {}
     for axes, (title, found) in zip(canvas.subplots(1, len(runs), squeeze=False)[0], runs.items(), strict=True):
@@ -453,11 +455,10 @@ def main() -> None:
     if options.images:
         sets["SIFT"] = lambda: sift(options.images, N + QUERIES)
     sets |= {text.partition("=")[0]: lambda text=text: np.load(text.partition("=")[2]) for text in options.data}
-    known = json.loads(options.json.read_text()) if options.json and options.json.exists() else {}
-    runs = known.get("runs", {})
     if options.publish:
-        publish(runs, known["provenance"])
+        publish(options.json, Path(__file__).parents[1])
         return
+    runs = json.loads(options.json.read_text())["runs"] if options.json and options.json.exists() else {}
     for name, values in sets.items():
         if name not in runs:
             data = data_of(name, values(), options.keep)
@@ -474,16 +475,15 @@ def page_of(found: dict[str, Any]) -> str:
     return f"{markdown(found['title'], found['methods'])}\n\n{asked(found['methods'])}"
 
 
-def publish(runs: dict[str, Any], origin: dict[str, Any]) -> None:
-    """Writes the tables into docs/search.md, and the plot."""
-    from report import ROOT, fill
+def publish(file: Path, root: Path) -> None:
+    """Writes the tables of a file of results into docs/search.md, and the plot."""
+    from report import fill
 
-    page = ROOT / "docs/search.md"
-    tables = "\n\n".join(map(page_of, runs.values()))
-    page.write_text(fill(page.read_text(), "bench", {"tradeoff": f"{tables}\n\n{machine(origin)}."}))
-    plot(
-        {found["title"]: found["methods"] for found in runs.values()}, machine(origin), ROOT / "docs/plots/tradeoff.svg"
-    )
+    known, page = json.loads(file.read_text()), root / "docs/search.md"
+    runs, origin = known["runs"].values(), machine(known["provenance"])
+    tables = "\n\n".join(map(page_of, runs))
+    page.write_text(fill(page.read_text(), "bench", {"tradeoff": f"{tables}\n\n{origin}."}))
+    plot({found["title"]: found["methods"] for found in runs}, origin, root / "docs/plots/tradeoff.svg")
 
 
 def machine(origin: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from figures import BOUND, ENCODING, OURS, SEARCH, TRAINING, Figure, number, ori
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, NullLocator
 
+STYLE: Any = {"svg.hashsalt": OURS, "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
 COLOURS = ("#1f77b4", "#e08214", "#2ca02c", "#7b52ab", "#8c564b", "#17a2b8")
 
 
@@ -64,9 +65,8 @@ OLD_PLOTS = {  # drawn where the figures do not suffice for the plot of that nam
 def plot(figures: list[Figure], folder: Path) -> list[str]:
     """Writes every plot for which there are at least two points; returns their names."""
     matplotlib.use("Agg")
-    style = {"svg.hashsalt": OURS, "font.size": 10, "axes.spines.top": False, "axes.spines.right": False}
     drawn = []
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(STYLE):
         for name, (title, panels) in PLOTS.items():
             lines = [panel.lines(figures) for panel in panels]
             if name in OLD_PLOTS and not enough(lines):

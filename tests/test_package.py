@@ -83,7 +83,7 @@ except SystemExit:
     assert modules_after(code, "torch", "numpy") == "[]"
 
 
-@pytest.mark.parametrize(("line", "completed"), [("drq-fast se", "search"), ("drq-fast search --re", "--refine")])
+@pytest.mark.parametrize(("line", "completed"), [("drq-fast se", "search"), ("drq-fast search --ref", "--refine")])
 def test_shells_complete_commands_and_options(tmp_path, line, completed):
     pytest.importorskip("argcomplete")
     asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " "}

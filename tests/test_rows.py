@@ -68,7 +68,7 @@ def test_bytes_per_vector(metric, each):
     own = Index(LAYER, metric=metric)
     own.add(X[:200], ids=range(1000, 1200))
     own.search(X[:1])
-    assert stored_bytes(own) == 200 * (each + 8)
+    assert stored_bytes(own) == 200 * (each + 4)
     index.remove([3])
     index.search(X[:1])
     assert stored_bytes(index) == 200 * (each + 1)

@@ -239,7 +239,7 @@ def test_parquet(tmp_path):
 
 def test_parquet_without_pyarrow(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"^to_parquet: pyarrow is missing; `pip install drq_fast\[parquet\]` inst"):
+    with pytest.raises(ImportError, match=r"^to_parquet: pyarrow is missing; `pip install 'drq_fast\[parquet\]'` inst"):
         SemanticIds.build(LINE, torch.zeros(1, 1)).to_parquet(tmp_path / "a.parquet")
 
 
