@@ -131,6 +131,17 @@ def read_json(path: str | os.PathLike[str]) -> Any:
             raise ValueError("nested too deeply") from error
 
 
+def read_object(op: str, path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The object in a JSON file; FileError if there is none."""
+    try:
+        value = read_json(path)
+    except (OSError, ValueError) as error:
+        raise FileError(f"{op}: {path} cannot be read as JSON ({error}).") from error
+    if not isinstance(value, dict):
+        raise FileError(f"{op}: {path} must hold a JSON object.")
+    return value
+
+
 def open_regular(
     path: str | os.PathLike[str], mode: str = "rb", *, follow: bool = True, buffering: int = -1
 ) -> IO[Any]:

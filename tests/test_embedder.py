@@ -17,8 +17,8 @@ from drq_fast.app.run import Run
 from drq_fast.files import FileError
 from drq_fast.retrieval.embedder import Embedder, image_paths
 
-pytest.importorskip("efficientnet_lite_pytorch")
-Image = pytest.importorskip("PIL.Image")
+pytest.importorskip("efficientnet_lite_pytorch", reason="the extra [retrieval] is not installed")
+Image = pytest.importorskip("PIL.Image", reason="the extra [retrieval] is not installed")
 
 NETWORK = ["--size", "32", "--dim", "24", "--codewords", "4", "--levels", "2", "--epochs", "1", "1", "1"]
 COUNTS = ["--train", "4", "--query", "2"]

@@ -85,7 +85,7 @@ except SystemExit:
 
 @pytest.mark.parametrize(("line", "completed"), [("drq-fast se", "search"), ("drq-fast search --ref", "--refine")])
 def test_shells_complete_commands_and_options(tmp_path, line, completed):
-    pytest.importorskip("argcomplete")
+    pytest.importorskip("argcomplete", reason="the extra [completion] is not installed")
     asked = {"_ARGCOMPLETE": "1", "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_COMP_WORDBREAKS": " "}
     asked["_ARGCOMPLETE_STDOUT_FILENAME"] = str(tmp_path / "completions")
     run(sys.executable, "-c", "from drq_fast.app.cli import main; main()", **asked)

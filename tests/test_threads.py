@@ -91,6 +91,7 @@ def test_what_a_task_refers_to_is_freed():
     threads.single_threaded(lambda x=x: x.sum())
     del x
     wait_until(lambda: freed() is None)  # the thread waits for its next task
+    assert freed() is None
 
 
 def test_the_error_of_the_first_part_is_raised_and_ends_the_rest():

@@ -230,13 +230,7 @@ class Run:
     def read_json(self, path: Path, command: str) -> Any:
         """The object in a JSON file of the run, which `drq-fast command` makes."""
         self.need(path, f"`drq-fast {command} {self.folder}`")
-        try:
-            value = files.read_json(path)
-        except (OSError, ValueError) as error:
-            raise FileError(f"run: {path} cannot be read as JSON ({error}).") from error
-        if not isinstance(value, dict):
-            raise FileError(f"run: {path} must hold a JSON object.")
-        return value
+        return files.read_object("run", path)
 
     def quantizer(self) -> RecurrentQuantizer:
         """The model, read from its file."""

@@ -264,7 +264,8 @@ class Index(Storage):
 
     def _mask(self, rows: Rows, flags: Tensor, positions: Tensor | None) -> Tensor:
         """The rows to look at [size] bool."""
-        stored, alive = rows.used()[1:3]
+        used = rows.used()
+        stored, alive = used.ids, used.alive
         with modes.plain(self.device):
             if positions is None:
                 mask = flags[: rows.size] if stored is None else flags[stored]

@@ -75,7 +75,7 @@ def tail_of(rows: Rows) -> Tail | None:
     """What `used` rows have behind the ordered ones."""
     if rows.ordered == rows.size:
         return None
-    content = Content(*rows.content[:2]).map(lambda tensor: tensor[rows.ordered :])
+    content = Content(rows.content.codes, rows.content.lists).map(lambda tensor: tensor[rows.ordered :])
     assert content.lists is not None
     order = content.lists.argsort(stable=True)
     return Tail(content.map(lambda tensor: tensor[order]), order + rows.ordered)

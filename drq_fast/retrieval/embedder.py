@@ -43,7 +43,7 @@ class Embedder:
         for name in (CONFIG, MODEL):
             if not (run / name).exists():
                 raise FileNotFoundError(f"load: {run / name} does not exist; `drq-fast train` makes it.")
-        config = _read(run / CONFIG)
+        config = files.read_object("load", run / CONFIG)
         if config.get("command") != "train":
             raise FileError(f"load: {run} was fitted to vectors, so it has no network for images.")
         with files.describing(run / CONFIG, "a training"):
@@ -83,16 +83,6 @@ def image_paths(images: Any) -> list[Any]:
     if not found:
         checks.fail("embed", "images", "at least one", "none")
     return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        config = files.read_json(path)
-    except (OSError, ValueError) as error:
-        raise FileError(f"load: {path} cannot be read as JSON ({error}).") from error
-    if not isinstance(config, dict):
-        raise FileError(f"load: {path} must hold a JSON object.")
-    return config
 
 
 def _model(run: Path, settings: Settings, quantizer: RecurrentQuantizer) -> Model:
