@@ -40,8 +40,8 @@ struct At {
 
 // A codec as the search takes it: what is the same for all queries.
 struct Columns {
-  Address columns, scale, offset;
-  int64_t K, D;
+  Address columns, scale, bases, offset;
+  int64_t K, T, D;
 };
 
 // Codes to be searched by queries whose products with the codewords are part of the search.
@@ -70,47 +70,42 @@ void def_jobs(py::module_& module) {
            py::kw_only(), arg("table"), arg("scale"), arg("codes"), arg("sums"), arg("Q"), arg("N"), arg("K"), arg("M"),
            arg("wide"));
   py::class_<Columns>(module, "Columns")
-      .def(py::init([](Address columns, Address scale, Address offset, int64_t K, int64_t D) {
-             return Columns{columns, scale, offset, K, D};
+      .def(py::init([](Address columns, Address scale, Address bases, Address offset, int64_t K, int64_t T, int64_t D) {
+             return Columns{columns, scale, bases, offset, K, T, D};
            }),
-           py::kw_only(), arg("columns"), arg("scale"), arg("offset"), arg("K"), arg("D"));
+           py::kw_only(), arg("columns"), arg("scale"), arg("bases"), arg("offset"), arg("K"), arg("T"), arg("D"));
   py::class_<Database>(module, "Database")
       .def(py::init([](const Columns& codec, Address codes, Address norms, Address keep, int64_t N, int64_t M,
                        int64_t stride, int metric, bool wide) {
              Database database{};
              drq::Search& job = database.job;
-             job.scale = At{codec.scale}, job.codes = At{codes}, job.norms = At{norms}, job.keep = At{keep};
-             job.N = N, job.K = codec.K, job.M = M, job.stride = stride, job.metric = metric, job.wide = wide;
+             job.scale = At{codec.scale}, job.bases = At{codec.bases};
+             job.codes = At{codes}, job.norms = At{norms}, job.keep = At{keep};
+             job.N = N, job.K = codec.K, job.T = codec.T, job.M = M, job.stride = stride, job.metric = metric,
+             job.wide = wide;
              database.queries = {nullptr, At{codec.columns}, At{codec.offset}, codec.D};
              return database;
            }),
            py::kw_only(), arg("codec"), arg("codes"), arg("norms"), arg("keep"), arg("N"), arg("M"), arg("stride"),
            arg("metric"), arg("wide"));
   py::class_<drq::Search>(module, "Search")
-      .def(py::init([](Address table, Address constants, Address lengths, Address scale, int64_t K, Address codes,
-                       Address norms, Address keep, Address scores, Address positions, int64_t Q, int64_t N, int64_t M,
-                       int64_t k, int64_t stride, int metric, bool wide) {
-             return drq::Search{At{table},
-                                At{scale},
-                                At{codes},
-                                At{norms},
-                                At{constants},
-                                At{lengths},
-                                At{keep},
-                                At{scores},
-                                At{positions},
-                                Q,
-                                N,
-                                K,
-                                M,
-                                k,
-                                stride,
-                                metric,
+      .def(py::init([](Address table, Address constants, Address lengths, Address scale, Address bases, int64_t K,
+                       int64_t T, Address codes, Address norms, Address keep, Address scores, Address positions,
+                       int64_t Q, int64_t N, int64_t M, int64_t k, int64_t stride, int metric, bool wide) {
+             return drq::Search{At{table},   At{scale},
+                                At{bases},   At{codes},
+                                At{norms},   At{constants},
+                                At{lengths}, At{keep},
+                                At{scores},  At{positions},
+                                Q,           N,
+                                K,           T,
+                                M,           k,
+                                stride,      metric,
                                 wide};
            }),
-           py::kw_only(), arg("table"), arg("constants"), arg("lengths"), arg("scale"), arg("K"), arg("codes"),
-           arg("norms"), arg("keep"), arg("scores"), arg("positions"), arg("Q"), arg("N"), arg("M"), arg("k"),
-           arg("stride"), arg("metric"), arg("wide"));
+           py::kw_only(), arg("table"), arg("constants"), arg("lengths"), arg("scale"), arg("bases"), arg("K"),
+           arg("T"), arg("codes"), arg("norms"), arg("keep"), arg("scores"), arg("positions"), arg("Q"), arg("N"),
+           arg("M"), arg("k"), arg("stride"), arg("metric"), arg("wide"));
   py::class_<drq::Refine>(module, "Refine")
       .def(py::init([](Address queries, Address candidates, Address vectors, Address steps, Address scores,
                        Address positions, int64_t Q, int64_t n, int64_t k, int64_t D, int metric, int stored) {
@@ -120,13 +115,13 @@ void def_jobs(py::module_& module) {
            py::kw_only(), arg("queries"), arg("candidates"), arg("vectors"), arg("steps"), arg("scores"),
            arg("positions"), arg("Q"), arg("n"), arg("k"), arg("D"), arg("metric"), arg("stored"));
   py::class_<drq::Norms>(module, "Norms")
-      .def(py::init([](Address gram, Address scale, Address inner, Address constants, Address starts, Address codes,
-                       Address norms, int64_t N, int64_t K, int64_t M, int64_t stride, bool wide) {
-             return drq::Norms{At{gram}, At{scale}, At{inner}, At{constants}, At{starts}, At{codes}, At{norms},
-                               N,        K,         M,         stride,        wide};
+      .def(py::init([](Address gram, Address scale, Address bases, Address inner, Address constants, Address starts,
+                       Address codes, Address norms, int64_t N, int64_t T, int64_t M, int64_t stride, bool wide) {
+             return drq::Norms{At{gram},  At{scale}, At{bases}, At{inner}, At{constants}, At{starts}, At{codes},
+                               At{norms}, N,         T,         M,         stride,        wide};
            }),
-           py::kw_only(), arg("gram"), arg("scale"), arg("inner"), arg("constants"), arg("starts"), arg("codes"),
-           arg("norms"), arg("N"), arg("K"), arg("M"), arg("stride"), arg("wide"));
+           py::kw_only(), arg("gram"), arg("scale"), arg("bases"), arg("inner"), arg("constants"), arg("starts"),
+           arg("codes"), arg("norms"), arg("N"), arg("T"), arg("M"), arg("stride"), arg("wide"));
   py::class_<drq::Lists>(module, "Lists")
       .def(py::init([](Address starts, Address columns, Address norms, Address products, int64_t L, int64_t probes) {
              return drq::Lists{At{starts}, At{columns}, At{norms}, At{products}, L, probes};
@@ -138,12 +133,13 @@ void def_jobs(py::module_& module) {
            }),
            py::kw_only(), arg("starts"), arg("lists"), arg("ends"), arg("L"), arg("probes"));
   py::class_<drq::Levels>(module, "Levels")
-      .def(py::init([](Address codebook, Address gram, Address diagonal, Address bias, Address scale, int64_t K,
-                       int64_t P, int64_t D, int64_t M) {
-             return drq::Levels{At{codebook}, At{gram}, At{diagonal}, At{bias}, At{scale}, K, P, D, M};
+      .def(py::init([](Address codebook, Address gram, Address diagonal, Address bias, Address scale, Address bases,
+                       int64_t K, int64_t P, int64_t T, int64_t D, int64_t M, int64_t pitch) {
+             return drq::Levels{At{codebook}, At{gram}, At{diagonal}, At{bias}, At{scale}, At{bases}, K, P, T, D, M,
+                                pitch};
            }),
-           py::kw_only(), arg("codebook"), arg("gram"), arg("diagonal"), arg("bias"), arg("scale"), arg("K"), arg("P"),
-           arg("D"), arg("M"));
+           py::kw_only(), arg("codebook"), arg("gram"), arg("diagonal"), arg("bias"), arg("scale"), arg("bases"),
+           arg("K"), arg("P"), arg("T"), arg("D"), arg("M"), arg("pitch"));
   py::class_<drq::Tile>(module, "Tile")
       .def(py::init([](const drq::Levels& levels, Address x, Address scores, int64_t N) {
              return drq::Tile{levels, At{x}, At{scores}, N};

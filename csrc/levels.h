@@ -5,21 +5,23 @@
 
 namespace drq {
 
-// A codec in score space. K is padded to P, a multiple of 16: codewords and gram with zeros, bias with infinity, so
-// that padding is never chosen.
+// A codec in score space. Level m chooses among K codewords, which begin in row bases[m]. K is padded to P, a multiple
+// of 16: codewords and gram with zeros, bias with infinity, so that padding is never chosen. T is the number of rows, P
+// if all levels share their codewords, as training takes them.
 struct Levels {
-  const float* codebook;  // [P, D]  read without gram, and for rows that are re-based
-  const float* gram;      // [P, P]  G = C C^T; null with M = 1, where it is not needed
-  const float* diagonal;  // [P]     G[k, k]
+  const float* codebook;  // [T, D]  read without gram, and for rows that are re-based
+  const float* gram;      // [T, T]  G = C C^T, in rows that begin `pitch` floats apart; null with M = 1
+  const float* diagonal;  // [T]     G[k, k]
   const float* bias;      // [M, P]  scale[m]^2 G[k, k]
   const float* scale;     // [M]
-  int64_t K, P, D, M;
+  const int64_t* bases;   // [M]     ascending multiples of P
+  int64_t K, P, T, D, M, pitch;
 };
 
 // Some vectors and their products with the codewords of the codec.
 struct Tile : Levels {
   const float* x;       // [N, D]
-  const float* scores;  // [N, P]  S = x C^T
+  const float* scores;  // [N, T]  S = x C^T
   int64_t N;
 };
 

@@ -37,8 +37,9 @@ enum Metric : int { kL2 = 0, kIp = 1, kCosine = 2 };
 // The k best codes for each query, in the order (score, position): ascending for l2, descending for ip and cosine.
 // Where fewer than k are left, position -1 and the worst score. Scores are those of score_of() below, to the bit.
 struct Search {
-  const float* table;      // [Q, K]  q C^T, of q - offset for l2
+  const float* table;      // [Q, T]  q C^T, of q - offset for l2
   const float* scale;      // [M]
+  const int64_t* bases;    // [M]     where the K entries of level m begin in a row of the table; ascending
   const void* codes;       // row n begins `stride` codes after row n - 1 and has M of them, uint8 or uint16, in 0..K-1
   const float* norms;      // [N]     ||xhat||^2 (l2), ||offset + xhat||^2 (cosine), null for ip
   const float* constants;  // [Q]     ||q - offset||^2 (l2), <q, offset> (ip, cosine)
@@ -46,10 +47,15 @@ struct Search {
   const uint8_t* keep;     // [N]     0 for codes to pass over, null to look at all
   float* scores;           // [Q, k]
   int64_t* positions;      // [Q, k]
-  int64_t Q, N, K, M, k;
+  int64_t Q, N, K, T, M, k;
   int64_t stride;
   int metric;
   bool wide;  // codes are uint16
+
+  // The entries [K] of level m for query q.
+  DRQ_INLINE const float* entries(int64_t q, int64_t m) const { return table + q * T + bases[m]; }
+  // Whether all levels have the same entries.
+  DRQ_INLINE bool shared() const { return bases[M - 1] == 0; }
 };
 
 // The score of a code for a query, given the sum of its table entries; no fused multiply-add anywhere.
@@ -114,14 +120,15 @@ void pack_codebook(const float* codebook, float* columns, int64_t K, int64_t D);
 // norms[n] = ||t + xhat_n||^2 as docs/math.md, section 5, adds it up, where t is the offset, or what rows of a list are
 // moved by.
 struct Norms {
-  const float* gram;       // [K, K]  G = C C^T
+  const float* gram;       // [T, T]  G = C C^T
   const float* scale;      // [M]
-  const float* inner;      // [L, K]  2 <C_k, t>, null if t is 0
+  const int64_t* bases;    // [M]     as in Search
+  const float* inner;      // [L, T]  2 <C_k, t>, null if t is 0
   const float* constants;  // [L]     ||t||^2
   const int64_t* starts;   // [L + 1] the rows of each list; null if t is the same for all rows
   const void* codes;       // as in Search
   float* norms;            // [N]
-  int64_t N, K, M, stride;
+  int64_t N, T, M, stride;
   bool wide;
 };
 

@@ -15,7 +15,7 @@ class Lookup:
 
 class Columns:
     """A codec as the search of the CPU takes it; columns: the codebook as `pack_codebook` lays it out."""
-    def __init__(self, *, columns: int, scale: int, offset: int, K: int, D: int) -> None: ...
+    def __init__(self, *, columns: int, scale: int, bases: int, offset: int, K: int, T: int, D: int) -> None: ...
 
 class Database:
     """Codes that the CPU searches by queries, whose products with the codewords are part of the scan."""
@@ -42,7 +42,9 @@ class Search:
         constants: int,
         lengths: int,
         scale: int,
+        bases: int,
         K: int,
+        T: int,
         codes: int,
         norms: int,
         keep: int,
@@ -82,13 +84,14 @@ class Norms:
         *,
         gram: int,
         scale: int,
+        bases: int,
         inner: int,
         constants: int,
         starts: int,
         codes: int,
         norms: int,
         N: int,
-        K: int,
+        T: int,
         M: int,
         stride: int,
         wide: bool,
@@ -105,7 +108,20 @@ class Probed:
 class Levels:
     """A codec in score space."""
     def __init__(
-        self, *, codebook: int, gram: int, diagonal: int, bias: int, scale: int, K: int, P: int, D: int, M: int
+        self,
+        *,
+        codebook: int,
+        gram: int,
+        diagonal: int,
+        bias: int,
+        scale: int,
+        bases: int,
+        K: int,
+        P: int,
+        T: int,
+        D: int,
+        M: int,
+        pitch: int,
     ) -> None: ...
 
 class Tile:

@@ -49,20 +49,36 @@ def floating(op: str, name: str, value: Any, *, device: torch.device | None = No
         fail(op, name, f"on {device}, like the codebook", f"a tensor on {value.device}")
 
 
-def codec(op: str, codebook: Any, scale: Any, offset: Any) -> tuple[int, int, int]:
-    """codebook [K, D], scale [M], offset [D] or None, all float and on one device -> (K, D, M)."""
+def codec(op: str, codebook: Any, scale: Any, offset: Any, codebooks: Any = 1) -> tuple[int, ...]:
+    """codebook [G * K, D], scale [M], offset [D] or None, all float and on one device -> groups [M] of the levels."""
     floating(op, "codebook", codebook)
-    if codebook.ndim != 2 or not 2 <= codebook.shape[0] <= MAX_CODEWORDS or codebook.shape[1] < 1:
-        fail(op, "codebook", f"[K, D] with K from 2 to {MAX_CODEWORDS} and D >= 1", shape_of(codebook))
-    K, D = codebook.shape
     floating(op, "scale", scale, device=codebook.device)
     if scale.ndim != 1 or len(scale) < 1:
         fail(op, "scale", "[M] with M >= 1", shape_of(scale))
+    found = groups(op, codebooks, len(scale))
+    G = found[-1] + 1
+    if codebook.ndim != 2 or len(codebook) % G or not 2 <= len(codebook) // G <= MAX_CODEWORDS or codebook.shape[1] < 1:
+        rows = "K" if G == 1 else f"{G} * K"
+        fail(op, "codebook", f"[{rows}, D] with K from 2 to {MAX_CODEWORDS} and D >= 1", shape_of(codebook))
+    D = codebook.shape[1]
     if offset is not None:
         floating(op, "offset", offset, device=codebook.device)
         if offset.shape != (D,):
             fail(op, "offset", f"[{D}], one entry per dimension of the codebook", shape_of(offset))
-    return K, D, len(scale)
+    return found
+
+
+def groups(op: str, codebooks: Any, M: int) -> tuple[int, ...]:
+    """Which codebook each of M levels has, from their number, or from how many levels each of them serves."""
+    if isinstance(codebooks, int) and not isinstance(codebooks, bool):
+        if codebooks < 1 or M % codebooks:
+            fail(op, "codebooks", f"a divisor of the {M} levels", codebooks)
+        return tuple(m * codebooks // M for m in range(M))
+    sizes = tuple(codebooks) if isinstance(codebooks, (tuple, list)) else ()
+    whole = all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in sizes)
+    if not whole or sum(sizes) != M:
+        fail(op, "codebooks", f"a divisor of {M}, or positive integers that add up to {M} levels", repr(codebooks))
+    return tuple(g for g, size in enumerate(sizes) for _ in range(size))
 
 
 def vectors(op: str, name: str, value: Any, D: int, device: torch.device) -> None:

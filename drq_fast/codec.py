@@ -22,12 +22,14 @@ _BLOCK = 1 << 24  # floats of x, times the width of the beam, between two update
 
 
 class Codec(Parameters):
-    """codebook [K, D], scale [M] and offset [D] or None, copied as float32 and never changed; safe for threads.
+    """codebook [G * K, D], scale [M] and offset [D] or None, copied as float32 and never changed; safe for threads.
 
-    Tables that encoding and search derive from them, such as C C^T, are computed once and kept: do not write into the
-    tensors. level_weights [M]: how much the error after each level counts when a beam compares codes; by default the
-    full length counts most. unit: vectors are divided by their length before they are encoded, because only directions
-    matter. `layer.codec()` makes a codec of a trained layer. Codecs compare by value and can be pickled.
+    codebooks: G, the number of codebooks, each of which M / G neighbouring levels share, or how many levels each of
+    them serves; 1 is the paper's one for all. Tables that encoding and search derive from them, such as C C^T, are
+    computed once and kept: do not write into the tensors. level_weights [M]: how much the error after each level counts
+    when a beam compares codes; by default the full length counts most. unit: vectors are divided by their length before
+    they are encoded, because only directions matter. `layer.codec()` makes a codec of a trained layer. Codecs compare
+    by value and can be pickled.
 
     >>> codec = layer.codec()
     >>> codes = codec.encode(x)
@@ -37,6 +39,7 @@ class Codec(Parameters):
     dim: int  # D
     codewords: int  # K
     levels: int  # M
+    codebooks: int  # G
     level_weights: tuple[float, ...] | None
     unit: bool
 
@@ -46,14 +49,15 @@ class Codec(Parameters):
         scale: Tensor | np.ndarray,
         offset: Tensor | np.ndarray | None = None,
         *,
+        codebooks: int | Sequence[int] = 1,
         level_weights: Sequence[float] | None = None,
         unit: bool = False,
         device: torch.device | str | None = None,
     ) -> None:
         unit = checks.boolean("Codec", "unit", unit)
         parts = [None if t is None else checks.array("Codec", name, t) for name, t in _named(codebook, scale, offset)]
-        _, _, M = checks.codec("Codec", *parts)
-        weights = checks.level_weights("Codec", level_weights, M)
+        groups = checks.codec("Codec", parts[0], parts[1], parts[2], codebooks)
+        weights = checks.level_weights("Codec", level_weights, len(groups))
         place = checks.device("Codec", device, parts[0].device)  # type: ignore[union-attr]
         with modes.plain(place):
             # Copies: a product of the same numbers gives other bits where a mapped file has them at odd addresses.
@@ -62,9 +66,9 @@ class Codec(Parameters):
             for name, value in _named(*copies):
                 if value is not None:
                     checks.finite("Codec", name, value)
-        super().__init__(*copies)  # type: ignore[arg-type]
-        (K, D), M = self.codebook.shape, self.scale.shape[0]
-        self.__dict__.update(codewords=K, dim=D, levels=M, level_weights=weights, unit=unit)
+        super().__init__(*copies, groups)  # type: ignore[arg-type, call-arg]
+        self.__dict__.update(dim=self.codebook.shape[1], levels=len(groups), codebooks=groups[-1] + 1)
+        self.__dict__.update(level_weights=weights, unit=unit)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         raise AttributeError(f"Codec: {name} cannot be set; make another codec instead.")
@@ -87,14 +91,40 @@ class Codec(Parameters):
 
     def settings(self) -> dict[str, Any]:
         """What a file says about it, beside its tensors."""
-        return {"level_weights": self.level_weights, "unit": self.unit}
+        return {"codebooks": self.sizes, "level_weights": self.level_weights, "unit": self.unit}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Codec:
         return self
 
     def __repr__(self) -> str:
+        several = "" if self.shared else f", codebooks={self.codebooks}"
         unit = ", unit=True" if self.unit else ""
-        return f"Codec(dim={self.dim}, codewords={self.codewords}, levels={self.levels}, {self.bits} bits{unit})"
+        sizes = f"dim={self.dim}, codewords={self.codewords}, levels={self.levels}"
+        return f"Codec({sizes}{several}, {self.bits} bits{unit})"
+
+    @classmethod
+    def from_codebooks(
+        cls,
+        codebooks: Sequence[Tensor | np.ndarray],
+        *,
+        offset: Tensor | np.ndarray | None = None,
+        level_weights: Sequence[float] | None = None,
+        unit: bool = False,
+        device: torch.device | str | None = None,
+    ) -> Codec:
+        """A codec of one codebook [K, D] for each level, without scales, as other libraries train them.
+
+        >>> codec = Codec.from_codebooks([quantizer.codebook for quantizer in pretrained.quantizers])
+        """
+        op = "from_codebooks"
+        if not isinstance(codebooks, (list, tuple)) or not codebooks:
+            checks.fail(op, "codebooks", "a list of arrays [K, D]", type(codebooks).__name__, error=TypeError)
+        parts = [checks.array(op, f"codebooks[{m}]", part) for m, part in enumerate(codebooks)]
+        for m, part in enumerate(parts):
+            if part.ndim != 2 or part.shape != parts[0].shape:
+                checks.fail(op, f"codebooks[{m}]", "[K, D] as all others", checks.shape_of(part))
+        scale, settings = parts[0].new_ones(len(parts)), {"level_weights": level_weights, "unit": unit}
+        return cls(torch.cat(parts), scale, offset, codebooks=len(parts), **settings, device=device)  # type: ignore[arg-type]
 
     @property
     def bits(self) -> int:
@@ -115,7 +145,8 @@ class Codec(Parameters):
         weights = (
             None if self.level_weights is None or not any(self.level_weights[:levels]) else self.level_weights[:levels]
         )
-        return Codec(self.codebook, self.scale[:levels], self.offset, level_weights=weights, unit=self.unit)
+        part = self.part(slice(0, levels))
+        return Codec(*part.tensors(), codebooks=part.sizes, level_weights=weights, unit=self.unit)
 
     def to(self, device: torch.device | str) -> Codec:
         """The same on a device: itself if it is there already."""
@@ -143,6 +174,7 @@ def from_file(tensors: dict[str, Tensor], config: dict[str, Any], device: torch.
             checks.fail("load", name, "torch.float32", value.dtype, error=TypeError)
     place = checks.device("load", device, torch.device("cpu"))
     settings = {"level_weights": config["level_weights"], "unit": config.get("unit", False)}  # new in 0.2.0
+    settings |= {"codebooks": config.get("codebooks", 1)}  # likewise
     return Codec(**parts, **settings, device=place)  # type: ignore[arg-type]
 
 
@@ -164,8 +196,8 @@ def encode(
     rows, beam = checks.rows("encode", "x", values, codec.codebook.shape[1]), checks.beam("encode", beam)
     M = checks.levels("encode", levels, len(codec.scale))
     if len(codec.scale) > M:
-        codec = Parameters(codec.codebook, codec.scale[:M], codec.offset)
-    (K, D), device = codec.codebook.shape, codec.codebook.device
+        codec = codec.part(slice(0, M))
+    K, D, device = codec.codewords, codec.codebook.shape[1], codec.device
     weights = () if level_weights is None else level_weights[:M]
     omega = weights if any(weights) else functional.default_weights(M)
     dtype = torch.promote_types(codec.codebook.dtype, torch.float32)
@@ -199,7 +231,7 @@ def decode(codes: Array, codec: Parameters, levels: int | Tensor | None) -> Arra
     """codes [..., M], torch or numpy -> vectors [..., D] in kind, from the first `levels` levels, an int or [...]."""
     values = checks.array("decode", "codes", codes, integer=True).to(codec.codebook.device)
     flat = checks.code_rows("decode", values, len(codec.scale))
-    checks.code_range("decode", flat, len(codec.codebook))
+    checks.code_range("decode", flat, codec.codewords)
     L, lengths = checks.level_numbers("decode", levels, flat.shape[1], values.shape[:-1], values.device)
     with torch.no_grad():
         x_hat = functional.decode_checked(flat[:, :L], codec, lengths=lengths)

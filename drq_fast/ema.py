@@ -24,14 +24,15 @@ _PATIENCE = 10  # times the limit that a new codeword is taken to save, at least
 
 
 class Averages(NamedTuple):
-    """By codeword [K]: mass, the weight of its uses, and gain, the squared error that they save; all 0 at first."""
+    """By row of the codebook [T]: mass, the weight of its uses, and gain, the squared error that they save; all 0 at
+    first."""
 
     mass: Tensor
     gain: Tensor
 
 
 class Change(NamedTuple):
-    """What is to be added to codebook [K, D], scale [L] and offset [D], and the new averages."""
+    """What is to be added to codebook [T, D], scale [L] and offset [D], and the new averages."""
 
     codebook: Tensor
     scale: Tensor
@@ -42,15 +43,15 @@ class Change(NamedTuple):
 class _Batch(NamedTuple):
     """Sums over the vectors of all ranks that count."""
 
-    sums: Tensor  # [K, D]: weighted residuals by codeword
-    mass: Tensor  # [K]: their weights
+    sums: Tensor  # [T, D]: weighted residuals by codeword
+    mass: Tensor  # [T]: their weights
     total: Tensor  # [D]: of x - offset
     sizes: Tensor  # [L]: lengths ||h_m||
-    sizes_of_x: Tensor  # [L]: ||h_0||, of the vectors that have level m
+    sizes_before: Tensor  # [L]: those at the first level of the group, of the vectors that have level m
     left: Tensor  # []: ||h_L||^2
     vectors: Tensor  # []
     codes: Tensor  # []
-    spare: Tensor  # [n, D]: some x - offset, of rank 0
+    spare: Tensor  # [G, n, D]: what the groups of levels quantize of some vectors of rank 0
 
 
 @torch.no_grad()
@@ -66,8 +67,8 @@ def change(
     found = _summed(x, codes, residuals, codec, weights, batch)
     rate = (found.codes / (_USES * len(codec.codebook))).clamp_max(_RATE)
     codebook, averages = _moved(found, codec, averages, rate)
-    known = (found.sizes_of_x > 0) & (found.sizes > 0)
-    relative = torch.where(known, found.sizes / torch.where(known, found.sizes_of_x, 1), codec.scale.abs())
+    known = (found.sizes_before > 0) & (found.sizes > 0)
+    relative = torch.where(known, found.sizes / torch.where(known, found.sizes_before, 1), codec.scale.abs())
     scale = rate * (torch.copysign(relative, codec.scale) - codec.scale)
     offset = None if codec.offset is None else rate * found.total / found.vectors.clamp_min(1)
     return Change(codebook, scale, offset, averages)
@@ -80,21 +81,22 @@ def _summed(x: Tensor, codes: Tensor, residuals: Tensor, codec: Parameters, weig
     counts = weights != 0
     alive = counts.any(dim=1, keepdim=True)
     h, lengths = torch.where(alive, h, 0), torch.where(counts, squares[:, :-1].sqrt(), 0)
-    of_x = torch.where(counts, squares[:, :1].sqrt(), 0)
+    firsts = [m - power for m, power in enumerate(powers_of(codec.groups))]
+    before = torch.where(counts, squares[:, firsts].sqrt(), 0)
     sums, mass = functional.codeword_sums_checked(x, codes, codec, weights)
     numbers = torch.stack([torch.where(alive[:, 0], squares[:, -1], 0).sum(), alive.sum(), counts.sum()])
-    spare = _vectors(h, alive[:, 0], -(-len(mass) // _REPLACED), batch)
-    parts = (sums, mass, h.sum(dim=0), lengths.sum(dim=0), of_x.sum(dim=0), numbers.to(sums.dtype))
-    sums, mass, total, sizes, sizes_of_x, numbers, spare = ranks.summed(*parts, of_rank_zero=spare)
+    spare = _quantized_by_groups(h, codes, codec, alive[:, 0], -(-len(mass) // _REPLACED), batch)
+    parts = (sums, mass, h.sum(dim=0), lengths.sum(dim=0), before.sum(dim=0), numbers.to(sums.dtype))
+    sums, mass, total, sizes, before, numbers, spare = ranks.summed(*parts, of_rank_zero=spare)
     left, vectors, count = numbers.unbind()
-    return _Batch(sums, mass, total, sizes, sizes_of_x, left, vectors, count, spare)
+    return _Batch(sums, mass, total, sizes, before, left, vectors, count, spare)
 
 
 def _moved(found: _Batch, codec: Parameters, averages: Averages, rate: Tensor) -> tuple[Tensor, Averages]:
-    """What is to be added to the codebook [K, D], and the new averages."""
+    """What is to be added to the codebook [T, D], and the new averages."""
     codebook = codec.codebook.to(found.sums.dtype)
-    K, D = codebook.shape
-    share = K / found.codes.clamp_min(1)  # averages are of so many codes as there are codewords
+    T, D = codebook.shape
+    share = T / found.codes.clamp_min(1)  # averages are of so many codes as there are codewords
     # ||h_m||^2 - ||h_{m+1}||^2 = 2 scale[m] <C, h_{m+1}> + scale[m]^2 ||C||^2 is what a use saves.
     gain = 2 * (codebook * found.sums).sum(dim=1) + found.mass * codebook.square().sum(dim=1)
     mass, gain = (
@@ -104,32 +106,53 @@ def _moved(found: _Batch, codec: Parameters, averages: Averages, rate: Tensor) -
     moved = rate * share * found.sums / torch.where(mass > 0, mass, 1)[:, None]
     # Errors fall about as K**(-2 / D): one codeword more would save 2 / D of the average error per codeword.
     limit = 2 / D * found.left / found.codes.clamp_min(1)
-    unused = (gain < limit) | ((mass < _LITTLE * mass.mean()) & (gain < _LITTLE * gain.mean()))
+    usual_mass, usual_gain = (_mean_of_groups(each, codec.codewords) for each in (mass, gain))
+    unused = (gain < limit) | ((mass < _LITTLE * usual_mass) & (gain < _LITTLE * usual_gain))
     unused &= found.vectors > 0
-    which = torch.where(unused, gain, torch.inf).topk(len(found.spare), largest=False).indices
-    new = unused[which]
-    moved = moved.index_copy(0, which, torch.where(new[:, None], found.spare - codebook[which], moved[which]))
-    patience = torch.maximum(_PATIENCE * limit, gain.mean() / 2)
+    count = found.spare.shape[1]
+    which = torch.where(unused, gain, torch.inf).topk(count, largest=False).indices
+    new, others = unused[which], found.spare[which // codec.codewords, torch.arange(count, device=which.device)]
+    moved = moved.index_copy(0, which, torch.where(new[:, None], others - codebook[which], moved[which]))
+    patience = torch.maximum(_PATIENCE * limit, usual_gain[which] / 2)
     gain = gain.index_copy(0, which, torch.where(new, patience, gain[which]))
-    return moved, Averages(mass.index_copy(0, which, torch.where(new, mass.mean(), mass[which])), gain)
+    return moved, Averages(mass.index_copy(0, which, torch.where(new, usual_mass[which], mass[which])), gain)
+
+
+def _mean_of_groups(values: Tensor, K: int) -> Tensor:
+    """[T]: the mean of the K values of the same group."""
+    return values.view(-1, K).mean(dim=1, keepdim=True).expand(-1, K).flatten()
 
 
 def _average(before: Tensor, new: Tensor, rate: Tensor) -> Tensor:
-    """The running average [K] after a batch; at the first one all codewords are taken to be alike."""
+    """The running average [T] after a batch; at the first one all codewords are taken to be alike."""
     return torch.where(before.abs().sum() == 0, new.mean(), before).lerp(new, rate)
 
 
-def shared_factor(scale: Tensor) -> Tensor:
-    """The w whose powers w**m are nearest to scale [L], L > 1, in the logarithm; w has the sign of scale[1]."""
-    m = torch.arange(len(scale), device=scale.device)
+def powers_of(groups: tuple[int, ...]) -> tuple[int, ...]:
+    """The number of each level [M] within its group."""
+    return tuple(m - groups.index(group) for m, group in enumerate(groups))
+
+
+def shared_factor(scale: Tensor, powers: tuple[int, ...]) -> Tensor:
+    """The w whose powers [L], not all 0, are nearest to scale [L] in the logarithm; w has the sign of a factor w**1."""
+    p = torch.tensor(powers, device=scale.device)
     logs = scale.abs().clamp_min(torch.finfo(scale.dtype).tiny).log()
-    return torch.copysign(torch.exp((m * logs).sum() / m.square().sum()), scale[1])
+    return torch.copysign(torch.exp((p * logs).sum() / p.square().sum()), scale[powers.index(1)])
 
 
-def _vectors(h: Tensor, counted: Tensor, count: int, batch: Tensor) -> Tensor:
-    """`count` of the vectors h [N, D] that are counted, other ones for every batch; zeros if there are none."""
+def _quantized_by_groups(
+    h: Tensor, codes: Tensor, codec: Parameters, counted: Tensor, count: int, batch: Tensor
+) -> Tensor:
+    """[G, count, D]: what the groups of levels quantize of `count` vectors h [N, D] with codes [N, L] that are counted,
+    other ones for every batch; zeros if there are none."""
+    groups = codec.apart()
     if len(h) == 0:
-        return h.new_zeros(count, h.shape[1])
+        return h.new_zeros(len(groups), count, h.shape[1])
     order = counted.to(torch.int8).argsort(descending=True, stable=True)  # those that count come first
     place = (torch.arange(count, device=h.device) + batch * count) * 7919 % counted.sum().clamp_min(1)
-    return h[order[place]]
+    rows = order[place]
+    codes, left = codes[rows], [h[rows]]
+    for group in groups[:-1]:
+        own, codes = codes[:, : len(group.scale)], codes[:, len(group.scale) :]
+        left.append(left[-1] - functional.decode_checked(own, group))
+    return torch.stack(left)

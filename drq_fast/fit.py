@@ -6,31 +6,28 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import checks, functional
-from .backends.native.threads import in_parallel
+from . import checks, functional, refit
 from .backends.torch import FLOOR
 from .backends.types import Parameters
 from .constants import ROUNDS as ROUNDS
+from .ema import powers_of
 
 _FEW = 4  # vectors per codeword below which a fit says little about other vectors
-_TILE = 1 << 20  # floats of a [rows, K] or [rows, D] tile that stays in cache
-_SOLVABLE = 4096  # codewords up to which the K x K system is formed and solved
 _SEEDED = 4096  # codewords up to which k-means++ chooses them one by one
 NOISE = 0.2  # standard deviation of the noise after the first round, relative to that of x
 _STRIDE = 1.7  # over-relaxation: step 1.7 times the refit, because the next codes adapt
 _EARLY = 0.6  # share of the rounds that use half of the vectors, where there are many
-_COUNTED = 512  # codewords up to which the counts of pairs [K, K] are kept
 
 
 class Fitted(NamedTuple):
-    """codebook [K, D], scale [M], offset [D] or None.
+    """codebook [G * K, D], scale [M], offset [D] or None.
 
     errors [M]: squared error of the fitted data after each level, relative to that of the offset (or zero) alone.
     """
@@ -41,31 +38,12 @@ class Fitted(NamedTuple):
     errors: tuple[float, ...]
 
 
-class _Statistics(NamedTuple):
-    """The sums over all vectors x, given codes [N, M], that the refit needs."""
-
-    energy: Tensor  # sum of ||x||^2
-    inner: Tensor  # [M, M]  of <C[b_i], C[b_j]>
-    cross: Tensor  # [M]     of <x, C[b_i]>
-    sums: Tensor | None  # [M, K, D] of x by codeword; None where the codebook is not refitted
-    pairs: dict[tuple[int, int], Tensor]  # level i >= j -> [K, K], how often two codewords meet; where K is small
-
-    def errors(self, scale: Tensor) -> Tensor:
-        """sum ||x - xhat_m||^2 [..., M] with scale [..., M]."""
-        products = scale[..., :, None] * scale[..., None, :] * self.inner
-        quadratic = products.cumsum(-1).cumsum(-2).diagonal(dim1=-2, dim2=-1)
-        return self.energy - 2 * (scale * self.cross).cumsum(-1) + quadratic
-
-    def double(self) -> _Statistics:
-        """The same in float64, without sums."""
-        return _Statistics(self.energy.double(), self.inner.double(), self.cross.double(), None, {})
-
-
 def fit(
     x: Tensor,
     codewords: int,
     levels: int,
     *,
+    codebooks: int = 1,
     offset: bool = True,
     omega: Tensor | None = None,
     free_scale: bool = False,
@@ -87,10 +65,11 @@ def fit(
     x = x if mean is None else x - mean
     weights = _counted(x.new_ones(levels) if omega is None else omega.to(x))
     spread = noise * x.var(dim=0, correction=0).sqrt()
-    if not codewords < len(x) or codewords > _SOLVABLE:  # an exact fit exists, or no refit follows
+    if not codewords < len(x):  # an exact fit exists
         spread = torch.zeros_like(spread)
-    level_weights = tuple(weights.tolist())
-    codebook, scale = plus_plus(x, codewords, generator), x.new_tensor([0.7**m for m in range(levels)])
+    level_weights, groups = tuple(weights.tolist()), checks.groups("fit", codebooks, levels)
+    scale = x.new_tensor([0.7**power for power in powers_of(groups)])
+    codebook = _start(x, codewords, groups, scale, generator)
     best, best_cost = Fitted(codebook, scale, mean, (1.0,) * levels), float("inf")
     step, bar = 0, tqdm(range(rounds + 1), desc="fit", unit="round", delay=2, disable=None, leave=False)
     many = rounds >= 40 and len(x) >= 128 * codewords
@@ -101,9 +80,9 @@ def fit(
     try:
         for step in bar:
             part, energy = halves[step % 2] if step < late else whole
-            codec, width = Parameters(codebook, scale, None), _width(step, rounds, beam)
+            codec, width = Parameters(codebook, scale, None, groups), _width(step, rounds, beam)
             codes = functional.encode_checked(part, codec, width, level_weights)
-            statistics = _collect(part, codes, codebook, energy)
+            statistics = refit.collect(part, codes, codec, energy)
             errors = statistics.errors(scale)
             cost = float(errors @ weights) / len(part)
             if cost < best_cost or step == late:  # costs of halves and of all vectors are not compared
@@ -111,19 +90,27 @@ def fit(
                 best, best_cost = Fitted(codebook, scale, mean, relative), cost
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
-                scale = _best_scale(statistics, weights, scale, free_scale)
-                refit = functools.partial(_refit, statistics, codes, codebook, scale, weights)
-                refitted = _run_all([refit], x.device)[0]
+                codec = Parameters(codebook, refit.scale_of(statistics, weights, codec, free_scale), None, groups)
+                refitted, scale = refit.codebook_of(statistics, codes, codec, weights), codec.scale
                 codebook = refitted if step == 0 else codebook + _STRIDE * (refitted - codebook)
-                codebook = _run_all([functools.partial(revive, part, codes, codebook, scale, generator)], x.device)[0]
+                codec = Parameters(codebook, scale, None, groups)
+                codebook = refit.run_all([functools.partial(revive, part, codes, codec, generator)], x.device)[0]
                 shake = torch.randn(codebook.shape, dtype=torch.float32, device="cpu", generator=generator).to(x)
-                codebook = codebook + (1 - (step + 1) / rounds) * spread * shake
+                sizes = _sizes(errors / statistics.energy.clamp_min(1e-30), codec)
+                codebook = codebook + (1 - (step + 1) / rounds) * spread * sizes[:, None] * shake
     except KeyboardInterrupt:
         if not interruptible or step == 0:
             raise
         said = f"fit: interrupted after {step} of {rounds} rounds; the best codec so far is kept."
         bar.write(said, file=sys.stderr)
     return best
+
+
+def _sizes(errors: Tensor, codec: Parameters) -> Tensor:
+    """[G * K]: the size of what each row of the codebook quantizes, relative to x, given relative errors [M]."""
+    before = torch.cat([errors.new_ones(1), errors.clamp(0, 1).sqrt()])
+    firsts = [codec.groups.index(group) for group in range(codec.groups[-1] + 1)]
+    return before[firsts].repeat_interleave(codec.codewords)
 
 
 def _width(step: int, rounds: int, beam: int) -> int:
@@ -196,13 +183,6 @@ def _reservoir(op: str, batches: Iterable[Any], rows: int, D: int, generator: to
     return kept[0]
 
 
-def tiles(N: int, width: int) -> Iterator[slice]:
-    """Slices of 0..N, each small enough that [rows, width] floats stay in cache."""
-    rows = max(64, _TILE // max(width, 1))
-    for first in range(0, N, rows):
-        yield slice(first, min(first + rows, N))
-
-
 def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
     """k-means++: K rows of x [N, D], drawn with probability proportional to the squared distance to those before.
 
@@ -233,130 +213,48 @@ def plus_plus(x: Tensor, codewords: int, generator: torch.Generator) -> Tensor:
     return torch.cat([x[chosen], zeros[len(chosen) :]])
 
 
-def revive(
-    x: Tensor,
-    codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    generator: torch.Generator,
-    unused: Tensor | None = None,
-) -> Tensor:
-    """Replaces unused codewords by badly approximated rows of x [N, D]; returns the new codebook.
+def _start(x: Tensor, codewords: int, groups: tuple[int, ...], scale: Tensor, generator: torch.Generator) -> Tensor:
+    """The first codebook [G * K, D]: k-means++ for each group, of what greedy levels before it leave of x [N, D]."""
+    parts: list[Tensor] = []
+    for group in range(groups[-1] + 1):
+        if parts:
+            levels = slice(groups.index(group - 1), groups.index(group))
+            before = Parameters(parts[-1], scale[levels], None)
+            x = x - functional.decode_checked(functional.encode_checked(x, before, 1, None), before)
+        parts.append(plus_plus(x, codewords, generator))
+    return torch.cat(parts)
 
-    unused [K] bool: None are those that do not occur in the codes [N, M] of x.
+
+def revive(
+    x: Tensor, codes: Tensor, codec: Parameters, generator: torch.Generator, unused: Tensor | None = None
+) -> Tensor:
+    """Replaces unused codewords by what their levels quantize of badly approximated rows of x [N, D]; returns the new
+    codebook [G * K, D].
+
+    unused [G * K] bool: None are those that do not occur in the codes [N, M] of x.
     """
+    codebook = codec.codebook
     if unused is None:
         unused = torch.ones(len(codebook), dtype=torch.bool, device=codebook.device)
-        unused[codes.long().flatten()] = False
+        unused[codec.rows(codes).flatten()] = False
     dead = unused.nonzero().squeeze(1)
     if len(dead) == 0:
         return codebook
-    codec = Parameters(codebook, scale, None)
     error = torch.cat(
-        [(x[r] - functional.decode_checked(codes[r], codec)).square().sum(dim=1) for r in tiles(len(x), x.shape[1])]
+        [
+            (x[r] - functional.decode_checked(codes[r], codec)).square().sum(dim=1)
+            for r in refit.tiles(len(x), x.shape[1])
+        ]
     )
     # The largest values of log(u) / error are a sample without replacement with probability proportional to the error.
     draws = torch.rand(len(x), dtype=torch.float64, device="cpu", generator=generator).log() / error.double().cpu()
     rows = draws.argsort(descending=True, stable=True)[torch.arange(len(dead), device="cpu") % len(x)]
-    codebook = codebook.clone()
-    codebook[dead] = x[rows.to(x.device)]
-    return codebook
-
-
-def _collect(x: Tensor, codes: Tensor, codebook: Tensor, energy: Tensor) -> _Statistics:
-    (N, M), (K, D) = codes.shape, codebook.shape
-    columns = [codes[:, m].long() for m in range(M)]
-    if K <= _SOLVABLE:
-        gram, levels = codebook @ codebook.T, [(i, j) for i in range(M) for j in range(i + 1)]
-        by_level = [functools.partial(_sums, x, column, K) for column in columns]
-        by_pair = [functools.partial(_pair, columns[i], columns[j], gram) for i, j in levels]
-        done: list[Any] = _run_all([*by_level, *by_pair], x.device)
-        sums, inner = torch.stack(done[:M]), x.new_zeros(M, M)
-        for (i, j), (_, product) in zip(levels, done[M:], strict=True):
-            inner[i, j] = inner[j, i] = product
-        pairs = {pair: counts for pair, (counts, _) in zip(levels, done[M:], strict=True) if counts is not None}
-        return _Statistics(energy, inner, (sums * codebook).sum(dim=(1, 2)), sums, pairs)
-    inner, cross = x.new_zeros(M, M), x.new_zeros(M)
-    for rows in tiles(N, M * D):
-        words = torch.stack([codebook[column[rows]].flatten() for column in columns])
-        inner += words @ words.T
-        cross += words @ x[rows].flatten()
-    return _Statistics(energy, inner, cross, None, {})
-
-
-def _run_all(tasks: list[Callable[[], Any]], device: torch.device) -> list[Any]:
-    """The results of all tasks: on the CPU in threads of ours, because torch's would go on spinning beside the next."""
-    return in_parallel(tasks) if device.type == "cpu" else [task() for task in tasks]
-
-
-def _pair(b_i: Tensor, b_j: Tensor, gram: Tensor) -> tuple[Tensor | None, Tensor]:
-    """(how often two codewords meet [K, K], if K is small; the sum of their inner products) for codes b_i, b_j [N]."""
-    K = len(gram)
-    if K > _COUNTED:
-        return None, gram[b_i, b_j].sum()
-    counts = _count_pairs(b_i, b_j, K).to(gram)
-    return counts, (counts * gram).sum()
-
-
-def _count_pairs(b_i: Tensor, b_j: Tensor, K: int) -> Tensor:
-    """[K, K]: how often codeword b_i [N] of one level meets b_j [N] of another."""
-    return torch.bincount(b_i * K + b_j, minlength=K * K).view(K, K)
-
-
-def _sums(x: Tensor, column: Tensor, K: int) -> Tensor:
-    """[K, D]: sums of the rows of x [N, D] by codeword, column [N]; in a fixed order."""
-    if x.device.type == "cpu":
-        ends = torch.bincount(column, minlength=K).cumsum(0)
-        starts = torch.cat([ends.new_zeros(1), ends[:-1]])
-        return torch.nn.functional.embedding_bag(column.argsort(stable=True), x, starts, mode="sum")
-    sums = x.new_zeros(K, x.shape[1])
-    return sums.index_put_((column,), x, accumulate=True)  # sorts first; index_add_ would not be deterministic on a GPU
-
-
-def _refit(statistics: _Statistics, codes: Tensor, codebook: Tensor, scale: Tensor, omega: Tensor) -> Tensor:
-    """The codebook [K, D] that minimises sum_m omega[m] ||x - xhat_m||^2 for given codes [N, M]; keeps unused rows.
-
-    Normal equations H C = R with H = sum_m omega_m A_m^T A_m, A_m[n] = sum_{i<=m} scale_i onehot(b_i): a pair of levels
-    (i, j) appears in every prefix from max(i, j) on, so counting pairs of codewords gives H.
-    """
-    K, M = len(codebook), len(scale)
-    if statistics.sums is None:
-        return codebook
-    remaining = _remaining(omega)
-    later = _later(M, codebook.device)
-    weight = scale[:, None] * scale * remaining[later]  # [M, M]
-    H = codebook.new_zeros(K, K)
-    for i in range(M):
-        for j in range(i + 1):
-            counts = statistics.pairs.get((i, j))
-            if counts is None:
-                counts = _count_pairs(codes[:, i].long(), codes[:, j].long(), K)
-            pairs = weight[i, j] * counts
-            H += pairs if i == j else pairs + pairs.T
-    R = ((scale * remaining)[:, None, None] * statistics.sums).sum(dim=0)
-    ridge = 1e-4 * H.diagonal().mean() * torch.eye(K, dtype=H.dtype, device=H.device)
-    return codebook + torch.linalg.solve(H + ridge, R - H @ codebook)
-
-
-def _best_scale(statistics: _Statistics, omega: Tensor, scale: Tensor, free: bool) -> Tensor:
-    """The best scale [M] for given codes: w**m with w on a grid, or free factors with scale[0] = 1.
-
-    The scale is kept if level 0 leaves almost no error to fit it to, as with fewer vectors than codewords. Computed in
-    float64, so that levels with tiny weights are fitted as well.
-    """
-    M = len(omega)
-    if M == 1 or statistics.errors(scale)[0] <= 1e-4 * statistics.energy:
-        return scale
-    wide, omega = statistics.double(), omega.double()
-    if not free:
-        grid = torch.arange(1, 601, dtype=omega.dtype, device=omega.device) / 400
-        scales = grid[:, None] ** torch.arange(M, device=omega.device)  # [grid, M]
-        return scales[(wide.errors(scales) @ omega).argmin()].to(scale)
-    remaining = _remaining(omega)
-    later = _later(M, omega.device)
-    A, b = remaining[later] * wide.inner, remaining * wide.cross
-    ridge = (1e-6 * A.diagonal()[1:]).diag()
-    return torch.cat([torch.ones_like(omega[:1]), torch.linalg.solve(A[1:, 1:] + ridge, b[1:] - A[1:, 0])]).to(scale)
+    rows, revived = rows.to(x.device), codebook.clone()
+    revived[dead] = x[rows]
+    for group in range(1, codec.groups[-1] + 1):  # of which earlier groups leave less
+        own, first = dead // codec.codewords == group, codec.groups.index(group)
+        revived[dead[own]] -= functional.decode_checked(codes[rows[own], :first], codec.part(slice(0, first)))
+    return revived
 
 
 def _counted(omega: Tensor) -> Tensor:
@@ -365,19 +263,8 @@ def _counted(omega: Tensor) -> Tensor:
     return torch.cat([omega[:-1], last])
 
 
-def _later(M: int, device: torch.device) -> Tensor:
-    """[M, M]: max(i, j)."""
-    levels = torch.arange(M, device=device)
-    return torch.maximum(levels[:, None], levels)
-
-
 def _shuffled(N: int, generator: torch.Generator) -> Tensor:
     return torch.randperm(N, device="cpu", generator=generator)
-
-
-def _remaining(omega: Tensor) -> Tensor:
-    """[M]: the sum of omega from level m on."""
-    return omega.flip(0).cumsum(0).flip(0)
 
 
 def _draw(weights: Tensor, draws: int, generator: torch.Generator) -> Tensor:

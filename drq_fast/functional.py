@@ -1,7 +1,9 @@
 """The operations without objects: check, choose a backend, compute. No arithmetic here.
 
-x [N, D] vectors, codebook [K, D], scale [M], codes [N, M] of any integer dtype, offset [D] or None. Every function
-takes `backend=None`: "torch", "native" or "triton" is used or raises BackendUnavailable; None takes the fastest.
+x [N, D] vectors, codebook [G * K, D], scale [M], codes [N, M] in 0..K-1 of any integer dtype, offset [D] or None.
+codebooks: G, so that every M / G neighbouring levels share K codewords, or how many levels each of them serves; 1 is
+the paper's one codebook. Every function takes `backend=None`: "torch", "native" or "triton" is used or raises
+BackendUnavailable; None takes the fastest.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ def squared_errors(
     *,
     commitment: float = 1.0,
     offset: Tensor | None = None,
+    codebooks: int | Sequence[int] = 1,
     backend: str | None = None,
 ) -> SquaredErrors:
     """Squared errors after each level: SquaredErrors(errors [N, M], codes [N, M] int64); differentiable once.
@@ -48,10 +51,9 @@ def squared_errors(
 
     >>> loss = squared_errors(x, codebook, scale).errors.mean()
     """
-    _, D, _ = checks.codec("squared_errors", codebook, scale, offset)
-    checks.vectors("squared_errors", "x", x, D, codebook.device)
+    codec = _codec("squared_errors", codebook, scale, offset, codebooks)
+    checks.vectors("squared_errors", "x", x, codec.codebook.shape[1], codec.device)
     commitment = checks.commitment("squared_errors", commitment)
-    codec = Parameters(codebook, scale, offset)
     column = backends.choose("squared_errors", x.device.type, backend, backends.cannot_encode(x, codec, 1))
     return column.squared_errors(x, codec, commitment)
 
@@ -69,16 +71,16 @@ def quantize(
     *,
     gamma: float | Tensor,
     offset: Tensor | None = None,
+    codebooks: int | Sequence[int] = 1,
     backend: str | None = None,
 ) -> Quantized:
     """Soft and hard approximation of x: Quantized(soft [N, D], hard [N, D], codes [N, M] int64); differentiable.
 
     >>> soft, hard, codes = quantize(x, codebook, scale, gamma=1.0)
     """
-    _, D, _ = checks.codec("quantize", codebook, scale, offset)
-    checks.vectors("quantize", "x", x, D, codebook.device)
+    codec = _codec("quantize", codebook, scale, offset, codebooks)
+    checks.vectors("quantize", "x", x, codec.codebook.shape[1], codec.device)
     checks.gamma("quantize", gamma)
-    codec = Parameters(codebook, scale, offset)
     column = _column_of_levels("quantize", x, codec, backend, gamma)
     return column.quantize(x, codec, gamma)
 
@@ -90,6 +92,7 @@ def distortion(
     *,
     gamma: float | Tensor,
     offset: Tensor | None = None,
+    codebooks: int | Sequence[int] = 1,
     backend: str | None = None,
 ) -> Distortion:
     """Errors after each level: Distortion(hard [N, M], soft [N, M], joint [N, M], codes [N, M] int64); differentiable.
@@ -98,10 +101,9 @@ def distortion(
 
     >>> loss = distortion(x, codebook, scale, gamma=1.0).hard.sum(dim=1).mean()
     """
-    _, D, _ = checks.codec("distortion", codebook, scale, offset)
-    checks.vectors("distortion", "x", x, D, codebook.device)
+    codec = _codec("distortion", codebook, scale, offset, codebooks)
+    checks.vectors("distortion", "x", x, codec.codebook.shape[1], codec.device)
     checks.gamma("distortion", gamma)
-    codec = Parameters(codebook, scale, offset)
     column = _column_of_levels("distortion", x, codec, backend, gamma)
     return column.distortion(x, codec, gamma)
 
@@ -113,6 +115,7 @@ def loss(
     *,
     gamma: float | Tensor,
     offset: Tensor | None = None,
+    codebooks: int | Sequence[int] = 1,
     weights: Sequence[float] = (1.0, 1.0, 1.0),
     level_weights: Sequence[float] | Tensor | None = None,
     joint: str = "gap",
@@ -125,13 +128,12 @@ def loss(
 
     >>> loss(x, codebook, scale, gamma=1.0).loss.backward()
     """
-    _, D, M = checks.codec("loss", codebook, scale, offset)
-    checks.vectors("loss", "x", x, D, codebook.device)
+    codec = _codec("loss", codebook, scale, offset, codebooks)
+    checks.vectors("loss", "x", x, codec.codebook.shape[1], codec.device)
     checks.gamma("loss", gamma)
     checks.choice("loss", "joint", joint, ("gap", "mse"))
     terms = checks.weights("loss", weights)
-    omega = _as_floats(checks.level_weights("loss", level_weights, M), x.device)
-    codec = Parameters(codebook, scale, offset)
+    omega = _as_floats(checks.level_weights("loss", level_weights, len(scale)), x.device)
     column = _column_of_levels("loss", x, codec, backend, gamma)
     return column.loss(x, codec, gamma, terms, omega, joint)
 
@@ -142,6 +144,7 @@ def encode(
     scale: Tensor,
     *,
     offset: Tensor | None = None,
+    codebooks: int | Sequence[int] = 1,
     beam: int = 1,
     level_weights: Sequence[float] | Tensor | None = None,
     backend: str | None = None,
@@ -152,17 +155,18 @@ def encode(
 
     >>> codes = encode(x, codebook, scale, beam=16)
     """
-    _, D, M = checks.codec("encode", codebook, scale, offset)
-    checks.vectors("encode", "x", x, D, codebook.device)
-    beam, omega = checks.beam("encode", beam), checks.level_weights("encode", level_weights, M) or default_weights(M)
-    return encode_checked(x, Parameters(codebook, scale, offset), beam, omega, backend)
+    codec = _codec("encode", codebook, scale, offset, codebooks)
+    checks.vectors("encode", "x", x, codec.codebook.shape[1], codec.device)
+    beam, M = checks.beam("encode", beam), len(scale)
+    omega = checks.level_weights("encode", level_weights, M) or default_weights(M)
+    return encode_checked(x, codec, beam, omega, backend)
 
 
 def encode_checked(
     x: Tensor, codec: Parameters, beam: int, omega: Sequence[float] | None, backend: str | None = None
 ) -> Tensor:
     """`encode` by arguments that are known to be right, with a codec whose tables may be there already."""
-    K, M = len(codec.codebook), len(codec.scale)
+    K, M = codec.codewords, len(codec.scale)
     beam = min(beam, K ** min(M - 1, 8))  # there are no more paths than that
     unsupported = backends.cannot_encode(x, codec, beam)
     column = backends.choose("encode", x.device.type, backend, unsupported, _few_rows(x, codec) and beam > 1)
@@ -180,6 +184,7 @@ def decode(
     scale: Tensor,
     *,
     offset: Tensor | None = None,
+    codebooks: int | Sequence[int] = 1,
     levels: int | None = None,
     backend: str | None = None,
 ) -> Tensor:
@@ -187,10 +192,10 @@ def decode(
 
     >>> x_hat = decode(codes, codebook, scale, levels=2)
     """
-    K, _, M = checks.codec("decode", codebook, scale, offset)
-    codes = checks.codes("decode", codes, K, M, codebook.device)
+    codec = _codec("decode", codebook, scale, offset, codebooks)
+    codes = checks.codes("decode", codes, codec.codewords, len(scale), codec.device)
     length = checks.levels("decode", levels, codes.shape[1])
-    return decode_checked(codes[:, :length], Parameters(codebook, scale, offset), backend)
+    return decode_checked(codes[:, :length], codec, backend)
 
 
 def decode_checked(
@@ -213,6 +218,7 @@ def adc(
     scale: Tensor,
     *,
     offset: Tensor | None = None,
+    codebooks: int | Sequence[int] = 1,
     metric: str = "l2",
     levels: int | None = None,
     norms: Tensor | None = None,
@@ -225,8 +231,8 @@ def adc(
 
     >>> scores = adc(query, codes, codebook, scale, metric="ip", levels=2)
     """
-    codes = _check_search("adc", query, codes, codebook, scale, offset, metric, levels, norms)
-    codec = Parameters(codebook, scale, offset)
+    codec = _codec("adc", codebook, scale, offset, codebooks)
+    codes = _check_search("adc", query, codes, codec, metric, levels, norms)
     unsupported = backends.cannot_search(query, codes, codec, norms)
     column = backends.choose("adc", query.device.type, backend, unsupported)
     return column.adc(query, codes, codec, metric, norms)
@@ -240,6 +246,7 @@ def search(
     *,
     k: int,
     offset: Tensor | None = None,
+    codebooks: int | Sequence[int] = 1,
     metric: str = "l2",
     levels: int | None = None,
     norms: Tensor | None = None,
@@ -253,32 +260,36 @@ def search(
 
     >>> scores, positions = search(query, codes, codebook, scale, k=10)
     """
-    codes = _check_search("search", query, codes, codebook, scale, offset, metric, levels, norms)
+    codec = _codec("search", codebook, scale, offset, codebooks)
+    codes = _check_search("search", query, codes, codec, metric, levels, norms)
     k = checks.integer("search", "k", k, 1)
     checks.mask("search", keep, len(codes), codebook.device)
-    codec = Parameters(codebook, scale, offset)
     unsupported = backends.cannot_search(query, codes, codec, norms)
     column = backends.choose("search", query.device.type, backend, unsupported)
     return column.search(query, Database(codes, codec, metric, norms, keep), k)
+
+
+def _codec(
+    op: str, codebook: Tensor, scale: Tensor, offset: Tensor | None, codebooks: int | Sequence[int]
+) -> Parameters:
+    """The codec, once it is known to be right."""
+    return Parameters(codebook, scale, offset, checks.codec(op, codebook, scale, offset, codebooks))
 
 
 def _check_search(
     op: str,
     query: Tensor,
     codes: Tensor,
-    codebook: Tensor,
-    scale: Tensor,
-    offset: Tensor | None,
+    codec: Parameters,
     metric: str,
     levels: int | None,
     norms: Tensor | None,
 ) -> Tensor:
     """The codes, cut to the requested levels."""
-    K, D, M = checks.codec(op, codebook, scale, offset)
-    checks.vectors(op, "query", query, D, codebook.device)
-    codes = checks.codes(op, codes, K, M, codebook.device)
+    checks.vectors(op, "query", query, codec.codebook.shape[1], codec.device)
+    codes = checks.codes(op, codes, codec.codewords, len(codec.scale), codec.device)
     checks.choice(op, "metric", metric, checks.METRICS)
-    checks.norms(op, norms, len(codes), codebook.device)
+    checks.norms(op, norms, len(codes), codec.device)
     return codes[:, : checks.levels(op, levels, codes.shape[1])]
 
 

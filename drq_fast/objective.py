@@ -83,7 +83,7 @@ def paper(
     reduction: str,
 ) -> Loss:
     """weights . (E_h, E_s, E_j) of the paper: sums over levels of unsquared errors, averaged over vectors."""
-    given = {"gamma": gamma, "offset": codec.offset}
+    given = {"gamma": gamma, "offset": codec.offset, "codebooks": codec.sizes}
     if reduction == "mean" and batch.whole():
         options = {"weights": weights, "level_weights": omega, "joint": joint}
         return functional.loss(batch.x, codec.codebook, codec.scale, **given, **options)  # type: ignore[arg-type]

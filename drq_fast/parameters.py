@@ -18,7 +18,8 @@ _STATE = ("_mass", "_gain", "_batches", *(f"_{name}_change" for name in _AVERAGE
 
 
 class LayerParameters(nn.Module):
-    """codebook [K, D], w or free_scale [M - 1], offset [D] or None.
+    """codebook [G * K, D], w or free_scale [M - G], offset [D] or None. Groups of levels share K codewords each, and
+    the first level of a group has the factor 1.
 
     With update="gradient" they are parameters. With update="ema" they are buffers, and every forward in training mode
     calls `_move` before it computes and `_follow` after it.
@@ -32,14 +33,26 @@ class LayerParameters(nn.Module):
     _gain: Tensor
     _batches: Tensor
 
-    def __init__(self, dim: int, codewords: int, levels: int, *, free_scale: bool, offset: bool, update: str) -> None:
+    def __init__(
+        self,
+        dim: int,
+        codewords: int,
+        levels: int,
+        *,
+        groups: tuple[int, ...],
+        free_scale: bool,
+        offset: bool,
+        update: str,
+    ) -> None:
         super().__init__()
         self.dim, self.codewords, self.levels, self.update = dim, codewords, levels, update
-        averages = update == "ema"
+        self.groups, self.codebooks = groups, groups[-1] + 1
+        self.powers = ema.powers_of(groups)
+        averages, rows = update == "ema", self.codebooks * codewords
         values = {
-            "codebook": torch.randn(codewords, dim) / math.sqrt(dim),
+            "codebook": torch.randn(rows, dim) / math.sqrt(dim),
             "w": None if free_scale else torch.tensor(0.7),
-            "free_scale": 0.7 ** torch.arange(1.0, levels) if free_scale else None,
+            "free_scale": 0.7 ** torch.tensor([float(p) for p in self.powers if p]) if free_scale else None,
             "offset": torch.zeros(dim) if offset else None,
         }
         for name, value in values.items():
@@ -50,8 +63,8 @@ class LayerParameters(nn.Module):
             else:
                 self.register_parameter(name, nn.Parameter(value))
         state = {
-            "_mass": torch.zeros(codewords),
-            "_gain": torch.zeros(codewords),
+            "_mass": torch.zeros(rows),
+            "_gain": torch.zeros(rows),
             "_batches": torch.tensor(0),
             **{f"_{name}_change": None if value is None else torch.zeros_like(value) for name, value in values.items()},
         }
@@ -65,9 +78,10 @@ class LayerParameters(nn.Module):
     def scale(self) -> Tensor:
         """The factor of each level, [levels]."""
         if self.w is not None:
-            return self.w ** torch.arange(self.levels, device=self.w.device)
+            return self.w ** torch.tensor(self.powers, device=self.w.device)
         assert self.free_scale is not None
-        return torch.cat([self.free_scale.new_ones(1), self.free_scale])
+        free, one = iter(self.free_scale.split(1)), self.free_scale.new_ones(1)
+        return torch.cat([next(free) if power else one for power in self.powers])
 
     def _follows(self) -> bool:
         """Whether this forward changes the averages.
@@ -95,21 +109,24 @@ class LayerParameters(nn.Module):
 
         Until then `decode` gives what forward returned, and checkpointing computes the same again.
         """
-        averages = ema.Averages(self._mass, self._gain)
+        L, rows, others = codes.shape[1], len(codec.codebook), len(self.codebook) - len(codec.codebook)
+        averages = ema.Averages(self._mass[:rows], self._gain[:rows])
         change = ema.change(x, codes, residuals, codec, weights, averages, self._batches)
-        changes = {"codebook": change.codebook, "offset": change.offset}
-        L = codes.shape[1]
-        if self.w is not None and L > 1:
-            changes["w"] = ema.shared_factor(codec.scale + change.scale) - self.w
+        changes = {"codebook": nn.functional.pad(change.codebook, (0, 0, 0, others)), "offset": change.offset}
+        if self.w is not None and any(self.powers[:L]):
+            changes["w"] = ema.shared_factor(codec.scale + change.scale, self.powers[:L]) - self.w
         elif self.w is not None:
-            changes["w"] = torch.zeros_like(self.w)  # one level says nothing about it
+            changes["w"] = torch.zeros_like(self.w)  # first levels of groups say nothing about it
         else:
-            changes["free_scale"] = nn.functional.pad(change.scale[1:], (0, self.levels - L))
+            free = [m for m, power in enumerate(self.powers) if power]
+            changes["free_scale"] = nn.functional.pad(change.scale, (0, self.levels - L))[free]
         for name, value in changes.items():
             if value is not None:
                 setattr(self, f"_{name}_change", value.to(self.codebook.dtype))
         most = torch.finfo(self._mass.dtype).max
-        self._mass, self._gain = (each.clamp_max(most).to(self._mass.dtype) for each in change.averages)
+        kept = self._mass[rows:], self._gain[rows:]
+        new = (each.clamp_max(most).to(self._mass.dtype) for each in change.averages)
+        self._mass, self._gain = (torch.cat(both) for both in zip(new, kept, strict=True))
         self._batches = self._batches + 1
 
     def forget(self) -> None:
@@ -138,10 +155,10 @@ def check_sizes(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
     """ValueError unless the sizes in the config of a file are those of its tensors."""
     codebook, K, D, M = tensors["codebook"], config["codewords"], config["dim"], config["levels"]
     checks.floating("load", "codebook", codebook)
-    if list(codebook.shape) != [K, D]:
-        checks.fail("load", "codebook", f"[{K}, {D}]", checks.shape_of(codebook))
+    checks.integer("load", "levels", M, 1, _MAX_LEVELS)  # nothing of this size may be stored
+    G = checks.groups("load", config.get("codebooks", 1), M)[-1] + 1
+    if list(codebook.shape) != [G * K, D]:
+        checks.fail("load", "codebook", f"[{G * K}, {D}]", checks.shape_of(codebook))
     free = tensors.get("free_scale")
-    if free is None:  # nothing of this size is stored
-        checks.integer("load", "levels", M, 1, _MAX_LEVELS)
-    elif list(free.shape) != [M - 1]:
-        checks.fail("load", "free_scale", f"[{M - 1}]", checks.shape_of(free))
+    if free is not None and list(free.shape) != [M - G]:
+        checks.fail("load", "free_scale", f"[{M - G}]", checks.shape_of(free))

@@ -37,17 +37,18 @@ class QuantizerOutput(NamedTuple):
 class RecurrentQuantizer(LayerParameters):
     """Quantizes vectors [..., dim] to codes [..., levels] in 0..codewords-1; any prefix of a code is a shorter code.
 
-    loss: "squared" is the mean squared error after each level; "paper" has the hard, soft and joint errors of the
-    paper, with their `weights`. update: "ema" makes codebook, scale and offset running averages, which forward changes
-    in training mode, "gradient" (always with loss="paper") parameters. pull: how strongly the gradient of `quantized`
-    pulls x to its approximation in training mode, relative to its own length; only with update="ema", 0.2 by default.
-    commitment: how strongly the squared loss does; by default 0.02, or 1 without a pull. scale:
-    "shared" scales level m by w**m with w learned, "per_level" learns levels - 1 factors. offset: learn a vector that
-    is subtracted first. level_weights [levels]: of the levels in each error. init: "kmeans" initialises the codebook
-    from the first training batch. gradient: of `quantized` with respect to x. joint belongs to the paper's loss, gamma
-    to it and to gradient="soft". An optimiser sees parameters with update="gradient" only; keep weight decay from them,
-    which would draw codewords, scale and offset to 0.
-    See docs/design.md for details and docs/math.md for definitions.
+    codebooks: 1 is the paper's one for all levels, a divisor of `levels` gives each group of neighbouring levels one of
+    its own, `levels` is classical residual quantization. loss: "squared" is the mean squared error after each level;
+    "paper" has the hard, soft and joint errors of the paper, with their `weights`. update: "ema" makes codebook, scale
+    and offset running averages, which forward changes in training mode, "gradient" (always with loss="paper")
+    parameters. pull: how strongly the gradient of `quantized` pulls x to its approximation in training mode, relative
+    to its own length; only with update="ema", 0.2 by default. commitment: how strongly the squared loss does; by
+    default 0.02, or 1 without a pull. scale: "shared" scales level m of a group by w**m with w learned, "per_level"
+    learns a factor for each level but the first of a group. offset: learn a vector that is subtracted first.
+    level_weights [levels]: of the levels in each error. init: "kmeans" initialises the codebook from the first training
+    batch. gradient: of `quantized` with respect to x. joint belongs to the paper's loss, gamma to it and to
+    gradient="soft". An optimiser sees parameters with update="gradient" only; keep weight decay from them, which would
+    draw codewords, scale and offset to 0. See docs/design.md for details and docs/math.md for definitions.
 
     >>> layer = RecurrentQuantizer(dim=2048, codewords=256, levels=4)
     >>> quantized, codes, loss = layer(x)
@@ -59,6 +60,7 @@ class RecurrentQuantizer(LayerParameters):
         codewords: int = 256,
         levels: int = 4,
         *,
+        codebooks: int = 1,
         loss: str = "squared",
         commitment: float | None = None,
         pull: float | None = None,
@@ -76,6 +78,7 @@ class RecurrentQuantizer(LayerParameters):
         dim = checks.integer(op, "dim", dim, 1)
         codewords = checks.integer(op, "codewords", codewords, 2, checks.MAX_CODEWORDS)
         levels = checks.integer(op, "levels", levels, 1)
+        groups = checks.groups(op, checks.integer(op, "codebooks", codebooks, 1), levels)
         checks.choice(op, "loss", loss, ("squared", "paper"))
         checks.choice(op, "scale", scale, ("shared", "per_level"))
         checks.choice(op, "joint", joint, ("gap", "mse"))
@@ -96,7 +99,8 @@ class RecurrentQuantizer(LayerParameters):
         update = update or ("ema" if loss == "squared" else "gradient")
         if pull is not None and update != "ema":
             checks.fail(op, "pull", 'left out unless update="ema"', repr(pull))
-        super().__init__(dim, codewords, levels, free_scale=scale == "per_level", offset=offset, update=update)
+        options = {"free_scale": scale == "per_level", "offset": offset, "update": update}
+        super().__init__(dim, codewords, levels, groups=groups, **options)  # type: ignore[arg-type]
         self.loss, self.joint, self.init, self.gradient = loss, joint, init, gradient
         self.pull = 0.0 if update != "ema" else checks.commitment(op, PULL if pull is None else pull, "pull")
         default = ANCHOR if self.pull else COMMITMENT
@@ -112,7 +116,7 @@ class RecurrentQuantizer(LayerParameters):
         self._initialised: Tensor
         self.register_buffer("_initialised", torch.tensor(int(self.initialised)))  # AveragedModel cannot average bools
         self._observed: Tensor  # how often each codeword was used in the codes given to `observe`
-        self.register_buffer("_observed", torch.zeros(codewords, dtype=torch.int64))
+        self.register_buffer("_observed", torch.zeros(len(self.codebook), dtype=torch.int64))
 
     @property
     def bits(self) -> int:
@@ -154,13 +158,13 @@ class RecurrentQuantizer(LayerParameters):
         follows = self._follows()
         if follows:
             self._move()
-        codec = Parameters(self.codebook, self.scale[:L], self.offset)
+        codec = self._as_codec() if self.levels == L else self._as_codec().part(slice(0, L))
         omega = None if self.level_weights is None else self.level_weights[:L]
         batch = objective.Batch(flat, lengths, counted)
         if self.loss == "squared":
             weight = 1.0 if self.pull else self.commitment
             errors, chosen = functional.squared_errors(
-                flat, *codec.tensors()[:2], offset=self.offset, commitment=weight
+                flat, *codec.tensors()[:2], offset=self.offset, codebooks=codec.sizes, commitment=weight
             )
             squares = errors - weight / (1 + weight) * errors.detach()
             if self.pull:  # the codec has no gradient
@@ -180,7 +184,9 @@ class RecurrentQuantizer(LayerParameters):
             hard = functional.decode_checked(chosen, codec, lengths=lengths).to(x.dtype)
         through = flat
         if self.gradient == "soft":
-            through = functional.quantize(flat, *codec.tensors()[:2], gamma=self.gamma, offset=self.offset).soft
+            through = functional.quantize(
+                flat, codec.codebook, codec.scale, gamma=self.gamma, offset=self.offset, codebooks=codec.sizes
+            ).soft
         if self.pull and self.training:
             distance = objective.distance(batch, squares, omega)
             quantized = objective.Pulled.apply(hard, through, distance, self.pull)
@@ -196,7 +202,8 @@ class RecurrentQuantizer(LayerParameters):
         """
         self.require_initialised("codec")
         with torch.no_grad():
-            return Codec(self.codebook, self.scale, self.offset, level_weights=self.level_weights)
+            weights = self.level_weights
+            return Codec(self.codebook, self.scale, self.offset, codebooks=self.codebooks, level_weights=weights)
 
     @torch.no_grad()
     def encode(self, x: Array, beam: int = 1, levels: int | None = None) -> Array:
@@ -229,14 +236,14 @@ class RecurrentQuantizer(LayerParameters):
         flat = checks.code_rows("embed", checks.integers("embed", "codes", codes), self.levels)
         checks.code_range("embed", flat, self.codewords)
         L = flat.shape[1]
-        words = self.scale[:L, None] * self.codebook[flat.long()]  # [N, L, dim]
+        words = self.scale[:L, None] * self.codebook[self._as_codec().rows(flat)]  # [N, L, dim]
         if self.offset is not None:
             words = torch.cat([words[:, :1] + self.offset, words[:, 1:]], dim=1)
         return words.reshape(*codes.shape, self.dim)
 
     def _as_codec(self) -> Parameters:
         """The current parameters, in their own dtype and not copied."""
-        return Parameters(self.codebook, self.scale, self.offset)
+        return Parameters(self.codebook, self.scale, self.offset, self.groups)
 
     @modes.plainly
     def initialise(self, x: Tensor | np.ndarray, *, seed: int | None = None) -> None:
@@ -308,7 +315,8 @@ class RecurrentQuantizer(LayerParameters):
 
     def _fit(self, x: Tensor, **options: Any) -> fitting.Fitted:
         offset, free_scale = self.offset is not None, self.free_scale is not None
-        return fitting.fit(x, self.codewords, self.levels, offset=offset, free_scale=free_scale, **options)
+        options |= {"codebooks": self.codebooks, "offset": offset, "free_scale": free_scale}
+        return fitting.fit(x, self.codewords, self.levels, **options)
 
     def _take(self, op: str, fitted: fitting.Fitted) -> None:
         for found in (fitted.codebook, fitted.scale, fitted.offset):
@@ -317,9 +325,10 @@ class RecurrentQuantizer(LayerParameters):
         self.forget()
         self.codebook.copy_(fitted.codebook)
         if self.w is not None:
-            self.w.copy_(fitted.scale[min(1, self.levels - 1)])
+            if any(self.powers):
+                self.w.copy_(fitted.scale[self.powers.index(1)])
         elif self.free_scale is not None:
-            self.free_scale.copy_(fitted.scale[1:])
+            self.free_scale.copy_(fitted.scale[[m for m, power in enumerate(self.powers) if power]])
         if self.offset is not None and fitted.offset is not None:
             self.offset.copy_(fitted.offset)
 
@@ -328,7 +337,7 @@ class RecurrentQuantizer(LayerParameters):
         if self.fixed_gamma is None:
             sample = x[:: -(-len(x) // (1 << 12))]
             sample = sample if self.offset is None else sample - self.offset.float()
-            best_two = torch.cdist(sample, self.codebook.float()).topk(2, dim=1, largest=False).values
+            best_two = torch.cdist(sample, self._as_codec().words(0).float()).topk(2, dim=1, largest=False).values
             gap = float((best_two[:, 1] - best_two[:, 0]).mean())
             self.gamma.fill_(min(GAMMA_C / gap, torch.finfo(self.gamma.dtype).max) if gap > 0 else 1.0)
 
@@ -360,7 +369,9 @@ class RecurrentQuantizer(LayerParameters):
 
         Call it after every training step (or part of one): a codeword that one batch does not use is not dead.
         """
-        self._observed += self._counts("observe", codes).sum(dim=0).to(self._observed.device)
+        counts, total = self._counts("observe", codes), torch.zeros_like(self._observed).view(-1, self.codewords)
+        groups = torch.tensor(self.groups[: len(counts)], device=total.device)
+        self._observed += total.index_add(0, groups, counts.to(total.device)).flatten()
 
     @modes.plainly
     def revive(self, x: Tensor | np.ndarray, *, below: int = 1, seed: int | None = None) -> int:
@@ -382,9 +393,10 @@ class RecurrentQuantizer(LayerParameters):
         _check_data("revive", x)
         x = x if self.offset is None else x - self.offset.float()
         codebook, scale = self.codebook.float(), self.scale.float()
-        codes = functional.encode_checked(x, Parameters(codebook, scale, None), 1, None)
+        codec = Parameters(codebook, scale, None, self.groups)
+        codes = functional.encode_checked(x, codec, 1, None)
         unused = self._observed < below if bool(self._observed.any()) else None
-        self.codebook.copy_(fitting.revive(x, codes, codebook, scale, fitting.seeded(seed), unused))
+        self.codebook.copy_(fitting.revive(x, codes, codec, fitting.seeded(seed), unused))
         self.forget()
         self._observed.zero_()
 
@@ -417,6 +429,7 @@ class RecurrentQuantizer(LayerParameters):
             "dim": self.dim,
             "codewords": self.codewords,
             "levels": self.levels,
+            "codebooks": self.codebooks,
             "scale": "shared" if self.w is not None else "per_level",
             "offset": self.offset is not None,
             "gamma": self.fixed_gamma,

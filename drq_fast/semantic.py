@@ -229,7 +229,7 @@ class SemanticIds:
         codec = self.codec
         tensors = {"codebook": codec.codebook, "scale": codec.scale, "codes": self.codes, "encoded": self.encoded}
         tensors |= {} if codec.offset is None else {"offset": codec.offset}
-        files.write(path, "semantic_ids", tensors, {"level_weights": codec.level_weights, "sums": self._sums.tolist()})
+        files.write(path, "semantic_ids", tensors, {**codec.settings(), "sums": self._sums.tolist()})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str | None = None) -> SemanticIds:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from . import functional
-from .backends.types import Parameters
 from .codec import Codec
 
 _TILE = 1 << 22  # numbers of a [rows, K] or [groups, K] matrix that is held at a time
@@ -37,7 +36,7 @@ class _Assignment:
         self, codec: Codec, x: Tensor, codes: np.ndarray, taken: np.ndarray, keys: np.ndarray, beam: int
     ) -> None:
         self.codec, self.x, self.codes, self.taken, self.keys, self.beam = codec, x, codes, taken, keys, beam
-        self.norms = codec.codebook.square().sum(dim=1)
+        self.norms = [codec.words(m).square().sum(dim=1) for m in range(codec.levels)]
 
     def settle_level(self, m: int) -> None:
         """Gives each prefix of m + 1 codes at most as many items as it has free ids."""
@@ -52,8 +51,10 @@ class _Assignment:
         starts = np.unique(parent[rows], return_index=True)[1][:: _TILE // self.codec.codewords]
         for part in np.split(rows, starts[1:]) if len(rows) else ():
             moved = self.settle(part, m, room)
-            tail = Parameters(self.codec.codebook, self.codec.scale[m + 1 :], None)
-            for block in blocks(moved, self.codec.dim * self.beam) if len(tail.scale) else ():
+            if m + 1 == self.codec.levels:
+                continue
+            tail = self.codec.part(slice(m + 1, None), offset=False)
+            for block in blocks(moved, self.codec.dim * self.beam):
                 weights = (self.codec.level_weights or ())[m + 1 :]
                 omega = weights if any(weights) else functional.default_weights(len(tail.scale))
                 found = functional.encode_checked(self.residual(block, m + 1), tail, self.beam, omega)
@@ -128,7 +129,7 @@ class _Assignment:
     def costs(self, rows: np.ndarray, closed: np.ndarray, m: int) -> Tensor:
         """Squared errors [n, K] less ||x||^2 of the codewords of level m; infinite where `closed` [n, K]."""
         scale = self.codec.scale[m]
-        costs = scale.square() * self.norms - self.residual(rows, m) @ (2 * scale * self.codec.codebook.T)
+        costs = scale.square() * self.norms[m] - self.residual(rows, m) @ (2 * scale * self.codec.words(m).T)
         return costs.masked_fill_(torch.from_numpy(closed).to(costs.device), torch.inf)
 
     def residual(self, rows: np.ndarray, m: int) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from .levels import REBASE, TILE, Scored, residual_scores
 
 
-@triton.jit(do_not_specialize=["N", "paths", "m"])
+@triton.jit(do_not_specialize=["N", "paths", "m", "base"])
 def beam_errors_kernel(
     x,
     codebook,
@@ -26,40 +26,43 @@ def beam_errors_kernel(
     errors,
     N,
     paths,
-    K,
     P,
+    T,
     D,
     M,
     m,
+    base,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     """Math:     d_m^2[k] = r + s^2 G[k, k] - 2 s t[k], t = S - sum_{i<m} s_i G[b_i, :], docs/math.md section 4
-    Tiling:   one program owns ROWS paths, of one vector or several, and TILE codewords after them
+    Tiling:   one program owns ROWS paths, of one vector or several, and TILE codewords after them; the P codewords of
+              level m begin in row `base` of T, and codes are rows
     Memory:   reads a tile of S and of m rows of G (from L2), writes errors [N, paths, P]
     Numerics: float32, no FMA; where r < n / 256, t and r are recomputed from x - xhat
     """
     path = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     n = path // paths
     live = n < N
-    k = tl.program_id(1) * TILE + tl.arange(0, TILE)  # [TILE]
+    place = tl.program_id(1) * TILE + tl.arange(0, TILE)  # [TILE]
+    k = base + place
     s = tl.load(scale + m)
     r = tl.load(residuals + path, mask=live, other=0.0)
-    t = tl.load(scores + n[:, None] * P + k[None, :], mask=live[:, None], other=0.0)  # [ROWS, TILE]
+    t = tl.load(scores + n[:, None] * T + k[None, :], mask=live[:, None], other=0.0)  # [ROWS, TILE]
     for i in range(m):
-        b = tl.load(codes + path * M + i, mask=live, other=0)
-        t -= tl.load(scale + i) * tl.load(gram + b[:, None] * P + k[None, :])
+        b = tl.load(codes + path * M + i, mask=live, other=0).to(tl.int64)
+        t -= tl.load(scale + i) * tl.load(gram + b[:, None] * T + k[None, :])
     small = (r < tl.load(norms + n, mask=live, other=0.0) * REBASE) & (m > 0)
     if tl.max(small.to(tl.int32), axis=0) > 0:
         fresh, fresh_r = residual_scores(
-            x, x, codebook, scale, codes, n, path, live, k, K, D, M, m, False, False, COLUMNS, PRECISION
+            x, x, codebook, scale, codes, n, path, live, k, T, D, M, m, False, False, COLUMNS, PRECISION
         )
         t = tl.where(small[:, None], fresh, t)
         r = tl.where(small, fresh_r, r)
     error = r[:, None] + ((s * s * tl.load(diagonal + k))[None, :] - 2 * s * t)
-    tl.store(errors + path[:, None] * P + k[None, :], error, mask=live[:, None])
+    tl.store(errors + path[:, None] * P + place[None, :], error, mask=live[:, None])
 
 
 @triton.jit
@@ -74,7 +77,7 @@ def _rank(errors, costs, tail, n, c, N, paths, K, P):
     return error, tl.where(inside & (c % P < K)[None, :], rank, 0xFFFFFFFF)
 
 
-@triton.jit(do_not_specialize=["N", "paths", "width", "m"])
+@triton.jit(do_not_specialize=["N", "paths", "width", "m", "base"])
 def beam_select_kernel(
     errors,
     costs,
@@ -91,11 +94,13 @@ def beam_select_kernel(
     P,
     M,
     m,
+    base,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     """Math:     the `width` smallest of cost + d_m^2 * still_to_come[m], docs/math.md section 4
-    Tiling:   one program owns ROWS vectors and loops over their paths * P candidates, TILE at a time
+    Tiling:   one program owns ROWS vectors and loops over their paths * P candidates, TILE at a time; the codewords of
+              level m begin in row `base`, and codes are rows
     Memory:   reads errors 3 times if they fit into one tile, else 35 times (from L2); writes the selected paths
     Numerics: the width-th smallest key is found bit by bit; candidates stay sorted by code, so ties go to the smaller
               code
@@ -132,7 +137,7 @@ def beam_select_kernel(
         tl.store(next_residuals + slot, error, mask=chosen)
         for i in range(m):
             tl.store(next_codes + slot * M + i, tl.load(codes + parent * M + i, mask=chosen, other=0), mask=chosen)
-        tl.store(next_codes + slot * M + m, (place % P)[None, :] + tl.zeros_like(tied), mask=chosen)
+        tl.store(next_codes + slot * M + m, (base + place % P)[None, :] + tl.zeros_like(tied), mask=chosen)
         to += tl.sum(chosen.to(tl.int32), axis=1)
         ties -= tl.sum(tied, axis=1)
 
@@ -143,17 +148,26 @@ def encode_beam(
     scale: Tensor,
     *,
     offset: Tensor | None,
+    groups: tuple[int, ...] | None = None,
     beam: int,
     omega: Tensor,
     still_to_come: Tensor,
     precision: str = "tf32x3",
 ) -> Tensor:
-    """Codes [N, M] of x [N, D], see `backends.torch.encode`; omega [M] and still_to_come [M] weight the levels."""
-    K, M = len(codebook), len(scale)
+    """Codes [N, M] of x [N, D], see `backends.torch.encode`; omega [M] and still_to_come [M] weight the levels.
+
+    groups [M]: which of the codebooks stacked in codebook [G * K, D] each level has; None is one for all.
+    """
+    groups = (0,) * len(scale) if groups is None else groups
+    G, M = groups[-1] + 1, len(scale)
+    K = len(codebook) // G
+    P = triton.cdiv(K, TILE) * TILE
     codes = torch.empty(len(x), M, dtype=torch.uint8 if K <= 256 else torch.int32, device=x.device)
-    codec = Scored(codebook, scale, triton.cdiv(K, TILE) * TILE)
-    for rows, h in codec.parts(x, offset, beam * codec.P):
-        codes[rows] = _encode_part(h, codec, K, beam, omega.float(), still_to_come.float(), precision)
+    apart = torch.nn.functional.pad(codebook.unflatten(0, (G, K)), (0, 0, 0, P - K)).flatten(0, 1)
+    codec, bases = Scored(apart, scale, G * P), [P * group for group in groups]
+    for rows, h in codec.parts(x, offset, max(beam * P, codec.P)):
+        found = _encode_part(h, codec, K, P, bases, beam, omega.float(), still_to_come.float(), precision)
+        codes[rows] = (found - torch.tensor(bases, dtype=found.dtype, device=found.device)).to(codes.dtype)
     return codes
 
 
@@ -171,9 +185,18 @@ def select_settings(candidates: int) -> dict[str, Any]:
 
 
 def _encode_part(
-    h: Tensor, codec: Scored, K: int, beam: int, omega: Tensor, still_to_come: Tensor, precision: str
+    h: Tensor,
+    codec: Scored,
+    K: int,
+    P: int,
+    bases: list[int],
+    beam: int,
+    omega: Tensor,
+    still_to_come: Tensor,
+    precision: str,
 ) -> Tensor:
-    (N, D), M, P = h.shape, len(codec.scale), codec.P
+    """Rows [N, M] of the padded codebook, of which the P of level m begin in bases[m]."""
+    (N, D), M = h.shape, len(codec.scale)
     scores, norms = codec.scores(h), h.square().sum(dim=1)
     paths, residuals, costs = 1, norms, torch.zeros_like(norms)
     codes = torch.zeros(N, 1, M, dtype=torch.int32, device=h.device)
@@ -194,11 +217,12 @@ def _encode_part(
             errors,
             N,
             paths,
-            K,
             P,
+            codec.P,
             D,
             M,
             m,
+            bases[m],
             **settings,
         )
         next_costs = torch.empty(N, width, dtype=torch.float32, device=h.device)
@@ -221,6 +245,7 @@ def _encode_part(
             P,
             M,
             m,
+            bases[m],
             **selecting,
         )
         paths, costs, residuals, codes = width, next_costs, next_residuals, next_codes

@@ -18,7 +18,7 @@ from torch import Tensor
 ROOT = Path(__file__).parents[1]
 PTXSIM = Path(os.environ.get("DRQ_PTXSIM") or ROOT.parent / "shared/tools/ptxsim")
 
-POINTERS = ["table", "scale", "codes", "norms", "constants", "lengths", "keep", "scores", "positions"]
+POINTERS = ["table", "scale", "bases", "codes", "norms", "constants", "lengths", "keep", "scores", "positions"]
 
 
 class SearchStruct(ctypes.Structure):
@@ -26,7 +26,7 @@ class SearchStruct(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in POINTERS),
-        *((name, ctypes.c_int64) for name in ("Q", "N", "K", "M", "k", "stride")),
+        *((name, ctypes.c_int64) for name in ("Q", "N", "K", "T", "M", "k", "stride")),
         ("metric", ctypes.c_int),
         ("wide", ctypes.c_bool),
     ]

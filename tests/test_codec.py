@@ -170,9 +170,9 @@ def test_bad_arguments(layer):
 def test_a_quantizer_of_version_0_1_0():
     layer = RecurrentQuantizer.load(DATA / "quantizer-0.1.0.drq")
     assert layer._config() == {
-        "dim": 6, "codewords": 16, "levels": 3, "scale": "per_level", "offset": True, "gamma": None, "joint": "mse",
-        "weights": (1.0, 0.5, 0.25), "level_weights": (1.0, 2.0, 3.0), "init": "kmeans", "gradient": "soft",
-        "loss": "paper", "commitment": None, "pull": None, "update": "gradient",
+        "dim": 6, "codewords": 16, "levels": 3, "codebooks": 1, "scale": "per_level", "offset": True, "gamma": None,
+        "joint": "mse", "weights": (1.0, 0.5, 0.25), "level_weights": (1.0, 2.0, 3.0), "init": "kmeans",
+        "gradient": "soft", "loss": "paper", "commitment": None, "pull": None, "update": "gradient",
     }  # fmt: skip
     assert float(layer(vectors(5, 6, 7)).loss.detach()) == pytest.approx(
         11.135027885437012, rel=1e-5

@@ -28,8 +28,8 @@ def search_by(simulator: Simulator, monkeypatch: pytest.MonkeyPatch) -> Search:
     options: dict[str, object] = {}
 
     def enqueue(job: dict[str, int], probed: dict[str, int] | None, device: torch.device) -> None:
-        Q, N, K, M, k, chosen = *(job[name] for name in ("Q", "N", "K", "M", "k")), probed or {"L": 1, "probes": 0}
-        sizes = {"table": 4 * Q * K, "scale": 4 * M, "norms": 4 * N, "lengths": 4 * Q, "keep": N}
+        Q, N, T, M, k, chosen = *(job[name] for name in ("Q", "N", "T", "M", "k")), probed or {"L": 1, "probes": 0}
+        sizes = {"table": 4 * Q * T, "scale": 4 * M, "bases": 8 * M, "norms": 4 * N, "lengths": 4 * Q, "keep": N}
         sizes["codes"] = max(0, (N - 1) * job["stride"] + M) * (1 + job["wide"])
         sizes |= {"constants": 4 * Q * chosen["L"], "scores": 4 * Q * k, "positions": 8 * Q * k}
         sizes |= {"starts": 8 * (chosen["L"] + 1), "lists": 8 * Q * chosen["probes"], "ends": 8 * Q * chosen["probes"]}

@@ -15,6 +15,7 @@ import torch
 from cuda_simulator import POINTERS, ROOT, SMALL_CONSTANTS, ProbedStruct, SearchStruct, Simulator, has_lists
 from torch import Tensor
 
+from drq_fast import checks
 from drq_fast.backends import torch as definition
 from drq_fast.backends.native.search import enqueue, native
 
@@ -37,6 +38,7 @@ class Case:
     lead: int = 0  # distance of the first row from an aligned address, in codes
     seed: int = 0
     ties: bool = False  # few different scores
+    codebooks: int = 1
     tensors: dict[str, Tensor] = field(init=False, repr=False)
 
     def __str__(self) -> str:
@@ -55,10 +57,12 @@ class Case:
             flat[self.lead + m :: self.stride] = rows[:, m]
         coarse = lambda *shape: torch.randint(-2, 3, shape, generator=generator).float()  # noqa: E731
         make = coarse if self.ties else lambda *shape: torch.randn(*shape, generator=generator)
-        self.rows = rows
+        bases = self.K * torch.tensor(checks.groups("test", self.codebooks, self.M))
+        self.rows = rows + bases
         self.tensors = {
-            "table": make(self.Q, self.K),
+            "table": make(self.Q, self.codebooks * self.K),
             "scale": make(self.M),
+            "bases": bases,
             "codes": flat.to(self.dtype),
             "constants": make(self.Q),
         }
@@ -88,7 +92,7 @@ class Case:
 
     def sizes(self) -> dict[str, int]:
         sizes = {name: getattr(self, name) for name in ("Q", "N", "K", "M", "k", "stride")}
-        return sizes | {"metric": METRICS.index(self.metric), "wide": int(self.wide)}
+        return sizes | {"T": self.codebooks * self.K, "metric": METRICS.index(self.metric), "wide": int(self.wide)}
 
 
 def assert_right(case: Case, scores: Tensor, positions: Tensor) -> None:
@@ -131,6 +135,9 @@ CASES = [
     Case(1, 0, 8, 2, 3),
     Case(17, 0, 8, 2, 300, metric="ip"),
     Case(1, 5003, 256, 4, 10),
+    Case(1, 2503, 256, 4, 10, codebooks=4),
+    Case(40, 2503, 100, 6, 10, codebooks=3, metric="cosine"),
+    Case(2, 2100, 300, 4, 33, codebooks=2, metric="ip"),
     Case(3, 2503, 256, 16, 33, metric="cosine"),
     Case(2, 2100, 300, 3, 100, metric="ip"),
     Case(1, 1300, 2000, 2, 5),

@@ -116,9 +116,9 @@ def test_the_first_batch_finds_all_codewords_alike():
 def test_scales_follow_the_size_of_the_residuals():
     found = change_by_hand([1.0, 1.0], [50.0, 50.0], left=16 * 0.09)  # h_1 has 0.3 of the size of h_0
     torch.testing.assert_close(found.scale, torch.tensor([0.0, 0.02 * (0.3 - 0.5)]))
-    assert ema.shared_factor(torch.tensor([1.0, 0.5, 0.25])).item() == pytest.approx(0.5)
-    assert ema.shared_factor(torch.tensor([1.0, -0.5, 0.25])).item() == pytest.approx(-0.5)
-    assert ema.shared_factor(torch.tensor([1.0, 0.0])).isfinite()
+    assert ema.shared_factor(torch.tensor([1.0, 0.5, 0.25]), (0, 1, 2)).item() == pytest.approx(0.5)
+    assert ema.shared_factor(torch.tensor([1.0, -0.5, 0.25]), (0, 1, 2)).item() == pytest.approx(-0.5)
+    assert ema.shared_factor(torch.tensor([1.0, 0.0]), (0, 1)).isfinite()
 
 
 def growth(x: Tensor, levels: int, batch: int, steps: int) -> float:

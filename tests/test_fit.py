@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from drq_fast import RecurrentQuantizer, fit, functional
+from drq_fast import RecurrentQuantizer, fit, functional, refit
+from drq_fast.backends.types import Parameters
 from drq_fast.functional import default_weights
 
 F64 = torch.float64
@@ -41,9 +42,10 @@ def job(codec):
 
 def test_refit_is_the_minimum_for_given_codes(job):
     x, codes, codebook, scale, omega = job
-    statistics = fit._collect(x, codes, codebook, x.square().sum())
+    statistics = refit.collect(x, codes, Parameters(codebook, scale, None), x.square().sum())
     for _ in range(8):  # the ridge keeps each refit a little short of the minimum
-        codebook_before, codebook = codebook, fit._refit(statistics, codes, codebook, scale, omega)
+        codec = Parameters(codebook, scale, None)
+        codebook_before, codebook = codebook, refit.codebook_of(statistics, codes, codec, omega)
         assert torch.equal(codebook[7], codebook_before[7])
     codebook = codebook.clone().requires_grad_()
     cost = weighted_error(x, codes, codebook, scale, omega)
@@ -51,11 +53,11 @@ def test_refit_is_the_minimum_for_given_codes(job):
     assert gradient.norm() < 1e-6 * cost
 
 
-@pytest.mark.parametrize("solvable", [9, 8])
-def test_statistics_give_the_error_at_every_prefix(job, monkeypatch, solvable):
-    monkeypatch.setattr(fit, "_SOLVABLE", solvable)
+@pytest.mark.parametrize("dense", [9, 8])
+def test_statistics_give_the_error_at_every_prefix(job, monkeypatch, dense):
+    monkeypatch.setattr(refit, "_DENSE", dense)
     x, codes, codebook, scale, _ = job
-    errors = fit._collect(x, codes, codebook, x.square().sum()).errors(scale)
+    errors = refit.collect(x, codes, Parameters(codebook, scale, None), x.square().sum()).errors(scale)
     for m in range(4):
         exact = (x - functional.decode(codes, codebook, scale, levels=m + 1)).square().sum()
         torch.testing.assert_close(errors[m], exact)
@@ -63,10 +65,11 @@ def test_statistics_give_the_error_at_every_prefix(job, monkeypatch, solvable):
 
 def test_best_scale_shared_and_free(job):
     x, codes, codebook, old_scale, omega = job
-    statistics = fit._collect(x, codes, codebook, x.square().sum())
+    codec = Parameters(codebook, old_scale, None)
+    statistics = refit.collect(x, codes, codec, x.square().sum())
     costs = {}
     for free in (False, True):
-        scale = fit._best_scale(statistics, omega, old_scale, free)
+        scale = refit.scale_of(statistics, omega, codec, free)
         costs[free] = weighted_error(x, codes, codebook, scale, omega)
         for other in (scale * torch.tensor([1.0, 1.01, 1, 1]), scale * torch.tensor([1.0, 1, 1, 0.99])):
             if free:
@@ -149,10 +152,12 @@ def test_revived_codewords_are_bad_rows_drawn_by_their_error():
     x = torch.tensor([[0.0], [1.0], [3.0**0.5]])
     codebook, scale, codes = torch.tensor([[0.0], [9.0]]), torch.ones(1), torch.zeros(3, 1, dtype=torch.uint8)
     generator = fit.seeded(0)
-    drawn = [float(fit.revive(x, codes, codebook, scale, generator)[1]) for _ in range(2000)]
+    codec = Parameters(codebook, scale, None)
+    drawn = [float(fit.revive(x, codes, codec, generator)[1]) for _ in range(2000)]
     assert set(drawn) == set(x[1:].flatten().tolist())
     assert 0.22 < drawn.count(1.0) / 2000 < 0.28
-    many = fit.revive(x, codes, torch.cat([codebook, codebook[1:].expand(5, 1)]), scale, generator)
+    several = Parameters(torch.cat([codebook, codebook[1:].expand(5, 1)]), scale, None)
+    many = fit.revive(x, codes, several, generator)
     assert sorted(many[1:3].flatten().tolist()) == x[1:].flatten().tolist()  # no row twice while there are others
     assert set(many.flatten().tolist()) == set(x.flatten().tolist())
 
@@ -378,16 +383,16 @@ def test_integers_are_fitted_as_floats(dtype):
 
 def test_interrupted_in_early_rounds_it_keeps_the_best_of_them(monkeypatch):
     """The first rounds use half of the vectors each; the noise of a later one may be worse than an earlier codec."""
-    costs, collect = [], fit._collect
+    costs, collect = [], refit.collect
 
-    def collected(x, codes, codebook, energy):
+    def collected(x, codes, codec, energy):
         if len(costs) == 9:
             raise KeyboardInterrupt
-        statistics = collect(x, codes, codebook, energy)
-        costs.append((x - codebook[codes[:, 0].long()]).square().sum(dim=1).mean())
+        statistics = collect(x, codes, codec, energy)
+        costs.append((x - codec.codebook[codes[:, 0].long()]).square().sum(dim=1).mean())
         return statistics
 
-    monkeypatch.setattr(fit, "_collect", collected)
+    monkeypatch.setattr(refit, "collect", collected)
     x = data()
     fitted = fit.fit(x, 16, 1, noise=3.0, rounds=40, seed=0)
     nearest = torch.cdist(x - x.mean(dim=0), fitted.codebook).min(dim=1).values.square().mean()
@@ -412,7 +417,8 @@ def test_an_interruption_before_the_first_round_or_in_initialise_is_raised(monke
 
 
 def test_more_codewords_than_can_be_solved_for(monkeypatch):
-    monkeypatch.setattr(fit, "_SOLVABLE", 8)
+    monkeypatch.setattr(refit, "_DIRECT", 8)
+    monkeypatch.setattr(refit, "_DENSE", 8)
     errors = RecurrentQuantizer(12, 16, 2).fit(data(500), rounds=2, seed=0)
     assert errors[1] < errors[0] < 1
 

@@ -84,7 +84,7 @@ def scan(case: Case, inputs: Inputs, prepared: definition.Prepared, products: Te
     scan_given(
         prepared,
         database.codes,
-        database.codec.scale,
+        database.codec,
         *found,
         case.metric,
         database.norms,

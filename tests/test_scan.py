@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from drq_fast import functional
+from drq_fast import checks, functional
 from drq_fast.backends import native
 from drq_fast.backends import torch as definition
 from drq_fast.backends.native import extension
@@ -37,38 +37,40 @@ class Case(NamedTuple):
     offset: bool = True
     threads: int = 1
     seed: int = 0
+    codebooks: int = 1
 
 
 class Inputs(NamedTuple):
     prepared: definition.Prepared
     codes: Tensor
-    scale: Tensor
+    codec: Parameters
     norms: Tensor | None
     keep: Tensor | None
 
 
 def inputs_of(case: Case, D: int = 12) -> Inputs:
     generator = torch.Generator().manual_seed(case.seed)
-    query, codebook = (torch.randn(n, D, generator=generator) for n in (case.Q, case.K))
+    query, codebook = (torch.randn(n, D, generator=generator) for n in (case.Q, case.codebooks * case.K))
     offset = torch.randn(D, generator=generator) / 2 if case.offset else None
     scale = torch.tensor([(-1) ** (m // 2) * 0.7**m for m in range(case.M)])
     codes = torch.randint(case.K, (case.N, case.M), generator=generator)
     if case.distinct is not None and case.N:
         codes = codes[torch.randint(min(case.distinct, case.N), (case.N,), generator=generator)]
     codes = codes.to(torch.uint8 if case.K <= 256 else torch.int16)[:, : case.levels]
-    scale = scale[: codes.shape[1]]
+    codec = Parameters(codebook, scale, offset, checks.groups("test", case.codebooks, case.M))
+    codec = codec.part(slice(0, codes.shape[1]))
     keep = None if case.keep is None else torch.rand(case.N, generator=generator) < case.keep
     norms = None
     if case.metric != "ip":
-        shift = offset if case.metric == "cosine" else None
-        norms = definition.squared_norms(codes, Parameters(codebook, scale, shift), "cosine")
-    return Inputs(definition.prepare(query, codebook, offset, case.metric), codes, scale, norms, keep)
+        norms = definition.squared_norms(codes, codec, case.metric)
+    return Inputs(definition.prepare(query, codec.codebook, offset, case.metric), codes, codec, norms, keep)
 
 
 def expected_of(case: Case, inputs: Inputs) -> SearchResult:
     """All scores, sorted: the definition."""
     rows = torch.arange(case.N) if inputs.keep is None else inputs.keep.nonzero().squeeze(1)
-    sums = definition.lookup(inputs.prepared.table, inputs.codes[rows].int() & 0xFFFF, inputs.scale)
+    chosen = inputs.codec.rows(inputs.codes[rows].int() & 0xFFFF)
+    sums = definition.lookup(inputs.prepared.table, chosen, inputs.codec.scale)
     norms = None if inputs.norms is None else inputs.norms[rows]
     scores = definition.scores_of(sums, norms, inputs.prepared, case.metric)
     cost = scores if case.metric == "l2" else -scores
@@ -84,7 +86,7 @@ def check(case: Case, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     scan_given(
         inputs.prepared,
         inputs.codes,
-        inputs.scale,
+        inputs.codec,
         scores,
         positions,
         case.metric,
@@ -95,6 +97,26 @@ def check(case: Case, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = expected_of(case, inputs)
     assert torch.equal(positions, expected.positions), (case, isa)
     assert torch.equal(scores, expected.scores), (case, isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize(
+    ("Q", "N", "K", "M", "codebooks"),
+    [
+        (1, 20011, 256, 4, 4),
+        (1, 20011, 256, 4, 2),
+        (2, 9001, 200, 8, 8),
+        (1, 20011, 256, 16, 16),
+        (2, 20011, 16, 12, 3),
+        (1, 9001, 256, 32, 32),
+        (40, 20011, 256, 8, 4),
+        (33, 9001, 300, 4, 4),  # two-byte codes
+    ],
+)
+def test_levels_with_codewords_of_their_own(isa, metric, Q, N, K, M, codebooks, monkeypatch):
+    check(Case(Q, N, K, M, 10, metric, codebooks=codebooks), isa, monkeypatch)
+    check(Case(Q, N, K, M, 3, metric, keep=0.3, levels=M - 1, codebooks=codebooks), isa, monkeypatch)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -173,7 +195,7 @@ def test_values_that_are_hard_to_bound(isa, metric, Q, monkeypatch):
         "scale 0",
     ):
         table, constants, lengths = (None if t is None else t.clone() for t in inputs.prepared)
-        norms, scale = None if inputs.norms is None else inputs.norms.clone(), inputs.scale.clone()
+        norms, scale = None if inputs.norms is None else inputs.norms.clone(), inputs.codec.scale.clone()
         if change == "zero query":
             table[0] = constants[0] = 0
             if lengths is not None:
@@ -194,9 +216,10 @@ def test_values_that_are_hard_to_bound(isa, metric, Q, monkeypatch):
             if change == "zero norms":
                 norms[::3] = 0
                 norms[1::5] = -1e-6
-        changed = Inputs(definition.Prepared(table, constants, lengths), inputs.codes, scale, norms, None)
+        codec = Parameters(inputs.codec.codebook, scale, None)
+        changed = Inputs(definition.Prepared(table, constants, lengths), inputs.codes, codec, norms, None)
         scores, positions = torch.empty(Q, 10), torch.empty(Q, 10, dtype=torch.int64)
-        scan_given(changed.prepared, changed.codes, scale, scores, positions, metric, norms)
+        scan_given(changed.prepared, changed.codes, codec, scores, positions, metric, norms)
         expected = expected_of(case, changed)
         assert torch.equal(positions, expected.positions), change
         assert torch.equal(scores.nan_to_num(nan=7), expected.scores.nan_to_num(nan=7)), change

@@ -46,13 +46,14 @@ void norms_range(const Norms& job, int64_t begin, int64_t end) {
     const Code* code = codes + n * job.stride;
     float total = 0;
     for (int64_t i = 0; i < job.M; ++i) {
-      const float* row = job.gram + code[i] * job.K;
-      for (int64_t j = 0; j < i; ++j) total += 2 * job.scale[i] * job.scale[j] * row[code[j]];
-      total += job.scale[i] * job.scale[i] * row[code[i]];
+      const int64_t at = job.bases[i] + code[i];
+      const float* row = job.gram + at * job.T;
+      for (int64_t j = 0; j < i; ++j) total += 2 * job.scale[i] * job.scale[j] * row[job.bases[j] + code[j]];
+      total += job.scale[i] * job.scale[i] * row[at];
     }
     if (job.inner != nullptr) {
-      const float* inner = job.inner + list * job.K;
-      for (int64_t i = 0; i < job.M; ++i) total += job.scale[i] * inner[code[i]];
+      const float* inner = job.inner + list * job.T;
+      for (int64_t i = 0; i < job.M; ++i) total += job.scale[i] * inner[job.bases[i] + code[i]];
       total += job.constants[list];
     }
     job.norms[n] = total;

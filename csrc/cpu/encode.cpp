@@ -217,7 +217,7 @@ void beamed(const Encode& job) {
       for (int64_t i = 0; i < paths; ++i) {
         const Candidate& chosen = best.items.data[i];
         const int64_t parent = chosen.place / P;
-        if (i + 1 < paths) prefetch(tile.gram + best.items.data[i + 1].place % P * P, P);
+        if (i + 1 < paths) prefetch(tile.gram + best.items.data[i + 1].place % P * tile.pitch, P);
         const int32_t* path = now->continued(parent, chosen.place % P, m, M, *next, i);
         next->costs.data[i] = now->costs.data[parent] + job.omega[m] * chosen.error;
         next->bases.data[i] = now->bases.data[parent];
@@ -231,13 +231,128 @@ void beamed(const Encode& job) {
   }
 }
 
+// t_m of the paths of one vector, from the scores: t = S - sum_{i<m} s_i G[b_i]. Paths come in the order of their
+// codes, and what two neighbours have in common is computed once.
+struct Tree {
+  Tree(int64_t P, int64_t M) : sums(M * P), known(M) {}
+
+  void start(const Tile& tile, int64_t n, int64_t m) {
+    group = tile.bases[m];
+    root = tile.scores + n * tile.T + group;
+    depth = 0;
+  }
+
+  // Writes t [P].
+  void fill(const Tile& tile, const int32_t* path, int64_t m, float* t) {
+    if (m == 0) return static_cast<void>(std::memcpy(t, root, tile.P * sizeof(float)));
+    int64_t i = 0;
+    while (i < depth && known.data[i] == path[i]) ++i;
+    for (; i + 1 < m; ++i) {
+      subtract_level(tile, path, i, group, before(i, tile.P), sums.data + i * tile.P);
+      known.data[i] = path[i];
+    }
+    depth = m - 1;
+    subtract_level(tile, path, m - 1, group, before(m - 1, tile.P), t);
+  }
+
+ private:
+  const float* before(int64_t i, int64_t P) const { return i == 0 ? root : sums.data + (i - 1) * P; }
+
+  int64_t group = 0;
+  const float* root = nullptr;  // S
+  Buffer<float> sums;           // [M, P]  after each level of the last path
+  Buffer<int32_t> known;        // [M]     that path
+  int64_t depth = 0;            // how many of its levels are known
+};
+
+// The paths of all vectors between two levels.
+struct Kept {
+  Kept(int64_t N, int64_t beam, int64_t M)
+      : beam(beam), M(M), counts(N), errors(N * beam), costs(N * beam), codes(N * beam * M) {}
+
+  void load(int64_t n, int64_t levels, Paths& paths) const {
+    std::memcpy(paths.errors.data, errors.data + n * beam, counts.data[n] * sizeof(float));
+    std::memcpy(paths.costs.data, costs.data + n * beam, counts.data[n] * sizeof(float));
+    for (int64_t b = 0; b < counts.data[n]; ++b)
+      copy_codes(codes.data + (n * beam + b) * M, levels, paths.codes.data + b * M);
+  }
+  void store(int64_t n, int64_t levels, const Paths& paths, int64_t count) {
+    counts.data[n] = count;
+    std::memcpy(errors.data + n * beam, paths.errors.data, count * sizeof(float));
+    std::memcpy(costs.data + n * beam, paths.costs.data, count * sizeof(float));
+    for (int64_t b = 0; b < count; ++b) copy_codes(paths.codes.data + b * M, levels, codes.data + (n * beam + b) * M);
+  }
+
+  const int64_t beam, M;
+  Buffer<int64_t> counts;       // [N]
+  Buffer<float> errors, costs;  // [N, beam]
+  Buffer<int32_t> codes;        // [N, beam, M]
+
+ private:
+  static void copy_codes(const int32_t* from, int64_t levels, int32_t* to) {
+    std::memcpy(to, from, levels * sizeof(int32_t));
+  }
+};
+
+// A beam where levels have codewords of their own. All vectors pass a level before the next one, so that the part of G
+// that a level reads stays in cache.
+void beamed_by_levels(const Encode& job) {
+  const Tile& tile = job.tile;
+  const int64_t P = tile.P, M = tile.M;
+  Paths now(job.beam, P, M), next(job.beam, 0, M);
+  Buffer<float> residual(tile.D), norms(tile.N);
+  Extensions extensions(job.beam, P);
+  Tree tree(P, M);
+  Best best(job.beam);
+  Kept kept(tile.N, job.beam, M);
+  for (int64_t n = 0; n < tile.N; ++n) {
+    kept.counts.data[n] = 1;
+    norms.data[n] = kept.errors.data[n * job.beam] = squared_norm(tile, n);
+    kept.costs.data[n * job.beam] = 0;
+  }
+  for (int64_t m = 0; m < M; ++m)
+    for (int64_t n = 0; n < tile.N; ++n) {
+      const int64_t paths = kept.counts.data[n];
+      kept.load(n, m, now);
+      tree.start(tile, n, m);
+      for (int64_t b = 0; b < paths; ++b) {
+        const int32_t* path = now.codes.data + b * M;
+        float& error = now.errors.data[b];
+        if (m > 0 && error < norms.data[n] * kRebaseBelow)
+          error = rebase(tile, n, path, m - 1, now.scores.data + b * P, residual.data);
+        else
+          tree.fill(tile, path, m, now.scores.data + b * P);
+      }
+      if (m + 1 == M) {
+        const int64_t place = extensions.single(job, now, paths, m);
+        write(job, n, now.continued(place / P, place % P, m, M, next, 0));
+        continue;
+      }
+      extensions.fill(job, now, paths, m);
+      best.clear(job.beam, extensions.limit(job.beam));
+      for (int64_t b = 0; b < paths; ++b) extensions.offer(job, now, b, m, best);
+      best.cut();
+      if (best.count == 0) best.offer({0, 0, 0});  // as in beamed()
+      for (int64_t i = 0; i < best.count; ++i) {
+        const Candidate& chosen = best.items.data[i];
+        const int64_t parent = chosen.place / P;
+        now.continued(parent, chosen.place % P, m, M, next, i);
+        next.costs.data[i] = now.costs.data[parent] + job.omega[m] * chosen.error;
+        next.errors.data[i] = chosen.error;
+      }
+      kept.store(n, m + 1, next, best.count);
+    }
+}
+
 }  // namespace
 
 void encode(const Encode& job) {
   if (job.beam == 1)
     greedy(job);
-  else
+  else if (job.tile.T == job.tile.P)
     beamed(job);
+  else
+    beamed_by_levels(job);
 }
 
 }  // namespace DRQ_ISA

@@ -136,26 +136,26 @@ __device__ Staged stage(const Search& job, int64_t first, int rows, Tile tile) {
   return {static_cast<int>(begin - aligned), static_cast<int>(job.stride * sizeof(Code))};
 }
 
-// Copies the block's table to shared memory: [K][32 queries], [K][32 copies] or, with spread 0, [K].
+// Copies the block's table to shared memory: [T][32 queries], [T][32 copies] or, with spread 0, [T].
 template <bool kBatch>
 __device__ void stage_table(const Plan& plan, const Lane& lane, float* staged) {
-  const int entries = static_cast<int>(plan.job.K) << plan.spread;
+  const int entries = static_cast<int>(plan.job.T) << plan.spread;
   if (kBatch) {
     const float4* from = reinterpret_cast<const float4*>(plan.tables + lane.group * entries);
 #pragma unroll 1
     for (int i = threadIdx.x; i < entries / 4; i += kThreads) reinterpret_cast<float4*>(staged)[i] = from[i];
   } else {
-    const float* from = plan.job.table + lane.query * plan.job.K;
+    const float* from = plan.job.table + lane.query * plan.job.T;
 #pragma unroll 1
     for (int i = threadIdx.x; i < entries; i += kThreads) staged[i] = from[i >> plan.spread];
   }
 }
 
-// sum[i] = sum over m of fl(scale[m] * table[code m of row i]), in order of m and without fused multiply-add,
-// for the first `live` rows.
+// sum[i] = sum over m of fl(scale[m] * table[bases[m] + code m of row i]), in order of m and without fused
+// multiply-add, for the first `live` rows.
 template <class Code, bool kAligned>
-__device__ void add_up(Tile tile, const int (&at)[kRows], int live, const float* scale, int M, const float* table,
-                       uint32_t column, int spread, float (&sum)[kRows]) {
+__device__ void add_up(Tile tile, const int (&at)[kRows], int live, const float* scale, const int* bases, int M,
+                       const float* table, uint32_t column, int spread, float (&sum)[kRows]) {
   constexpr int kPerWord = 4 / sizeof(Code);
   for (int i = 0; i < kRows; ++i) sum[i] = -0.0f;  // -0 + x is x for every x, also for -0
 #pragma unroll 1
@@ -168,12 +168,13 @@ __device__ void add_up(Tile tile, const int (&at)[kRows], int live, const float*
     for (int j = 0; j < kPerWord; ++j) {
       if (m + j >= M) break;
       const float s = scale[m + j];
+      const char* entries = reinterpret_cast<const char*>(table + (static_cast<int64_t>(bases[m + j]) << spread));
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         if (i >= live) break;
         const uint32_t code = static_cast<Code>(word[i] >> j * 8 * sizeof(Code));
         const uint32_t offset = code << (spread + 2) | column;  // in bytes; the column is less than a row
-        const float entry = *reinterpret_cast<const float*>(reinterpret_cast<const char*>(table) + offset);
+        const float entry = *reinterpret_cast<const float*>(entries + offset);
         sum[i] = __fadd_rn(sum[i], __fmul_rn(s, entry));
       }
     }
@@ -245,18 +246,19 @@ struct Walk {
 template <class Code, bool kBatch, bool kShared, bool kLists, class Action>
 __device__ void scan(const Plan& plan, const Lane& lane, float* shared, Action& action) {
   float* scale = shared;
-  float* staged_table = shared + kMaxLevels;  // at an address known to the compiler
+  int* bases = reinterpret_cast<int*>(shared + kMaxLevels);
+  float* staged_table = shared + 2 * kMaxLevels;  // at an address known to the compiler
   const Tile tile{reinterpret_cast<uint32_t*>(staged_table + plan.table_words)};
   const Search& job = plan.job;
   const int thread = threadIdx.x, M = static_cast<int>(job.M);
 #pragma unroll 1
   for (int i = thread; i < plan.tile_words; i += kThreads) tile.words[i] = 0;
 #pragma unroll 1
-  for (int m = thread; m < M; m += kThreads) scale[m] = job.scale[m];
+  for (int m = thread; m < M; m += kThreads) scale[m] = job.scale[m], bases[m] = static_cast<int>(job.bases[m]);
   if (kShared) stage_table<kBatch>(plan, lane, staged_table);
   const float* table = kShared  ? staged_table
-                       : kBatch ? plan.tables + lane.group * job.K * kWarp
-                                : job.table + lane.query * job.K;
+                       : kBatch ? plan.tables + lane.group * job.T * kWarp
+                                : job.table + lane.query * job.T;
   const uint32_t column = plan.spread ? thread % kWarp * sizeof(float) : 0;
   const float length = lane.active && job.lengths ? job.lengths[lane.query] : 0;
 
@@ -283,9 +285,9 @@ __device__ void scan(const Plan& plan, const Lane& lane, float* shared, Action& 
       }
       const int live = kBatch ? kRows : (rows - base + kThreads - 1) / kThreads;  // may exceed kRows
       if ((staged.lead | staged.pitch) % 4 == 0)
-        add_up<Code, true>(tile, at, live, scale, M, table, column, kBatch ? 5 : plan.spread, scored.cost);
+        add_up<Code, true>(tile, at, live, scale, bases, M, table, column, kBatch ? 5 : plan.spread, scored.cost);
       else
-        add_up<Code, false>(tile, at, live, scale, M, table, column, kBatch ? 5 : plan.spread, scored.cost);
+        add_up<Code, false>(tile, at, live, scale, bases, M, table, column, kBatch ? 5 : plan.spread, scored.cost);
       if (job.metric == kL2)
         costs_of<kL2>(scored.cost, norm, constant, length);
       else if (job.metric == kIp)
@@ -323,7 +325,7 @@ __device__ inline float score_at(const Plan& plan, int64_t q, int64_t n) {
     const int64_t at = n * job.stride + m;
     const int code =
         job.wide ? static_cast<const uint16_t*>(job.codes)[at] : static_cast<const uint8_t*>(job.codes)[at];
-    sum = __fadd_rn(sum, __fmul_rn(job.scale[m], job.table[q * job.K + code]));
+    sum = __fadd_rn(sum, __fmul_rn(job.scale[m], job.entries(q, m)[code]));
   }
   const int64_t at = probed.probes > 0 ? q * probed.L + count_up_to(probed.starts, probed.L, n) - 1 : q;
   return score_of(job.metric, sum, job.norms ? job.norms[n] : 0, job.constants[at], job.lengths ? job.lengths[q] : 0);

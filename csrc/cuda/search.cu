@@ -19,7 +19,7 @@ constexpr int64_t kMaxCodes = 0xfffffffe;  // a position has 32 bits, and one of
 // Numerics: copies
 __global__ void __launch_bounds__(kThreads) transpose_kernel(Plan plan) {
   __shared__ float square[kWarp][kWarp + 1];
-  const int64_t K = plan.job.K, across = (K + kWarp - 1) / kWarp;
+  const int64_t K = plan.job.T, across = (K + kWarp - 1) / kWarp;
   const int64_t group = blockIdx.x / across, first = blockIdx.x % across * kWarp;
   const int lane = threadIdx.x % kWarp;
   for (int i = threadIdx.x / kWarp; i < kWarp; i += kWarps) {
@@ -70,7 +70,7 @@ struct Layout {
       : batch(job.Q >= kBatchFrom && probed.probes == 0), fused(job.k <= kMaxFused), width(batch ? kWarp : 1) {
     const int64_t rows = probed.probes == 0 ? job.N : job.N / probed.L * probed.probes;  // of a query, on average
     capacity = fused ? power_of_two(job.k > 32 ? 2 * job.k : 64) : power_of_two(job.k + job.k / 4);
-    const int64_t of_group = width * (4 * job.K + (fused ? 0 : capacity * 8));
+    const int64_t of_group = width * (4 * job.T + (fused ? 0 : capacity * 8));
     const int64_t most = kRoundBytes / of_group < 1 ? 1 : kRoundBytes / of_group;
     groups = (job.Q + width - 1) / width;
     if (groups > most) groups = most;
@@ -80,7 +80,7 @@ struct Layout {
     if (slices > kBlocks / groups) slices = kBlocks / groups;
     if (slices < 1) slices = 1;
     slice_rows = up((rows + slices - 1) / slices, 16);
-    tables = batch ? groups * job.K * kWarp * sizeof(float) : 0;
+    tables = batch ? groups * job.T * kWarp * sizeof(float) : 0;
     radix = fused ? 0 : up(round * sizeof(Radix), 16);
     keys = (fused ? slices : 1) * round * capacity * sizeof(Key);
   }
@@ -112,8 +112,8 @@ struct Round {
   const char* place_table(int64_t limit) {
     const Search& job = plan.job;
     const int64_t counts = layout.fused ? kSortKeys * sizeof(Key) : kDigits * kWarp * sizeof(unsigned);
-    const int64_t own = counts + (kMaxLevels + plan.tile_words) * sizeof(float);
-    const int64_t spread_out = job.K * kWarp * sizeof(float), flat = job.K * sizeof(float);
+    const int64_t own = counts + (2 * kMaxLevels + plan.tile_words) * sizeof(float);
+    const int64_t spread_out = job.T * kWarp * sizeof(float), flat = job.T * sizeof(float);
     const bool fits = own + spread_out <= limit, flat_fits = !layout.batch && own + flat <= limit;
     plan.spread = layout.batch || fits ? 5 : 0;
     plan.table_words = static_cast<int>(up(fits ? spread_out : flat_fits ? flat : 0, 16) / sizeof(float));
@@ -133,7 +133,7 @@ struct Round {
 
   const char* transpose() {
     if (!layout.batch) return nullptr;
-    const int64_t across = (plan.job.K + kWarp - 1) / kWarp;
+    const int64_t across = (plan.job.T + kWarp - 1) / kWarp;
     transpose_kernel<<<static_cast<unsigned>(plan.groups * across), kThreads, 0, stream>>>(plan);
     return last_error();
   }
@@ -207,7 +207,7 @@ const char* search_cuda(const Search& job, const Probed& probed, void* workspace
   for (int64_t first = 0; first < job.Q; first += layout.round) {
     Plan plan{job, probed};
     plan.job.Q = job.Q - first < layout.round ? job.Q - first : layout.round;
-    plan.job.table += first * job.K;
+    plan.job.table += first * job.T;
     plan.job.constants += first * (probed.probes > 0 ? probed.L : 1);
     plan.probed.lists += first * probed.probes;
     plan.probed.ends += first * probed.probes;

@@ -24,6 +24,8 @@ from .types import CodewordSums, Distortion, Loss, Parameters, Quantized, Square
 def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
     """Soft and hard approximation of x [N, D]: see `backends.torch.quantize`; differentiable once."""
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        if not codec.shared:
+            return definition.quantize(x, codec, gamma, _one_level(gamma, "quantize"))
         soft, hard, codes = _Quantize.apply(x, *codec.tensors(), _sharpness(gamma, x), _precision("quantize"))
         shift = 0 if codec.offset is None else codec.offset.float()
         return Quantized((soft + shift).to(x.dtype), (hard + shift).to(x.dtype), codes)
@@ -32,6 +34,8 @@ def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
 def distortion(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Distortion:
     """The errors of x [N, D] after each of M levels: see `backends.torch.distortion`; differentiable once."""
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        if not codec.shared:
+            return definition.distortion(x, codec, gamma, _one_level(gamma, "distortion"))
         return Distortion(*_Distortion.apply(x, *codec.tensors(), _sharpness(gamma, x), _precision("distortion")))
 
 
@@ -53,14 +57,15 @@ def loss(
 def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredErrors:
     """The squared errors of x [N, D] after each level: see `backends.torch.squared_errors`; differentiable once."""
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        return SquaredErrors(*_SquaredErrors.apply(x, *codec.tensors(), commitment, _precision("squared_errors")))
+        settings = codec.groups, commitment, _precision("squared_errors")
+        return SquaredErrors(*_SquaredErrors.apply(x, *codec.tensors(), *settings))
 
 
 @torch.no_grad()
 def codeword_sums(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) -> CodewordSums:
     """What a step of k-means adds up for each codeword: see `backends.torch.codeword_sums`; not differentiable."""
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        return CodewordSums(*squared.codeword_sums(x, *codec.tensors(), codes, weights))
+        return CodewordSums(*squared.codeword_sums(x, *codec.tensors(), codec.rows(codes), weights))
 
 
 @torch.no_grad()
@@ -68,18 +73,39 @@ def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Ten
     """Codes [N, M] of x [N, D], uint8 for K <= 256, else int32: see `backends.torch.encode`."""
     codebook, scale, offset = codec.tensors()
     with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-        options = {"offset": offset, "precision": _precision("encode")}
         if beam == 1:
-            return encoding.encode(x, codebook, scale, **options)
+            return _encode_greedy(x, codec, _precision("encode"))
+        options = {"offset": offset, "groups": codec.groups, "precision": _precision("encode")}
         omega = torch.ones(len(scale), device=x.device) if omega is None else omega
         later = definition.still_to_come(omega)
         return beams.encode_beam(x, codebook, scale, beam=beam, omega=omega, still_to_come=later, **options)
 
 
+def _encode_greedy(x: Tensor, codec: Parameters, precision: str) -> Tensor:
+    codebook, scale, offset = codec.tensors()
+    if codec.shared:
+        return encoding.encode(x, codebook, scale, offset=offset, precision=precision)
+
+    def encode_group(h: Tensor, group: Parameters) -> Tensor:
+        return encoding.encode(h, group.codebook, group.scale, precision=precision)
+
+    return definition.encode_by_groups(centred(x, offset), codec, encode_group)
+
+
+def _one_level(gamma: float | Tensor, op: str) -> definition.OneLevel:
+    """One level by the kernels of `quantize`, for levels that do not share their codewords."""
+
+    def level(_: int, h: Tensor, codebook: Tensor, s: Tensor) -> definition.Level:
+        soft, hard, codes = _Quantize.apply(h, codebook, s[None], None, _sharpness(gamma, h), _precision(op))
+        return definition.Level(codes[:, 0], hard, soft)
+
+    return level
+
+
 def decode(codes: Tensor, codec: Parameters) -> Tensor:
     """The vectors [N, D] that codes [N, L] stand for: see `backends.torch.decode`; not differentiable."""
     with torch.cuda.device_of(codes):
-        return decoding.decode(codes, *codec.tensors())
+        return decoding.decode(codes if codec.shared else codec.rows(codes), *codec.tensors())
 
 
 def _sharpness(gamma: float | Tensor, x: Tensor) -> Tensor:
@@ -168,13 +194,16 @@ class _SquaredErrors(torch.autograd.Function):
         codebook: Tensor,
         scale: Tensor,
         offset: Tensor | None,
+        groups: tuple[int, ...],
         commitment: float,
         precision: str,
     ) -> tuple[Tensor, Tensor]:
         """(errors [N, M], codes [N, M] int64)."""
-        codes = encoding.encode(x, codebook, scale, offset=offset, precision=precision).long()
-        errors = squared.squared_errors(x, codebook, scale, offset, codes)
-        ctx.save_for_backward(x, codebook, scale, offset, codes)
+        codec = Parameters(codebook, scale, offset, groups)
+        codes = _encode_greedy(x, codec, precision).long()
+        chosen = codec.rows(codes)
+        errors = squared.squared_errors(x, codebook, scale, offset, chosen)
+        ctx.save_for_backward(x, codebook, scale, offset, chosen)
         ctx.commitment = commitment
         ctx.mark_non_differentiable(codes)
         return errors.mul_(1 + commitment), codes
@@ -183,9 +212,9 @@ class _SquaredErrors(torch.autograd.Function):
     def backward(ctx: Any, derrors: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, codebook, scale and offset."""
         refuse_second_derivatives("squared_errors", "triton")
-        x, codebook, scale, offset, codes = ctx.saved_tensors
+        x, codebook, scale, offset, chosen = ctx.saved_tensors
         with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
-            by_row, dcodebook, dscale = squared.squared_errors_backward(x, codebook, scale, offset, codes, derrors)
+            by_row, dcodebook, dscale = squared.squared_errors_backward(x, codebook, scale, offset, chosen, derrors)
             doffset = None if offset is None else by_row.sum(dim=0).to(offset.dtype)
             dx = by_row.mul_(-ctx.commitment).to(x.dtype)
-        return dx, dcodebook.to(codebook.dtype), dscale.to(scale.dtype), doffset, None, None
+        return dx, dcodebook.to(codebook.dtype), dscale.to(scale.dtype), doffset, None, None, None

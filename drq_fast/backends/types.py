@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,23 +30,32 @@ class Tables:
 
 
 class Parameters(Tables):
-    """codebook [K, D], scale [M], offset [D] or None, of any float dtype.
+    """codebook [G * K, D], scale [M], offset [D] or None, of any float dtype.
 
-    `drq_fast.Codec` owns copies; the functions of `drq_fast.functional` make an object for each call.
+    groups [M]: level m chooses among the K codewords that begin in row groups[m] * K of the codebook. Groups ascend
+    from 0 to G - 1; with G = 1, as in the paper, all levels share all codewords. `drq_fast.Codec` owns copies; the
+    functions of `drq_fast.functional` make an object for each call.
     """
 
     codebook: Tensor
     scale: Tensor
     offset: Tensor | None
+    groups: tuple[int, ...]
+    codewords: int  # K
     requires_grad: bool  # of any of them
     double: bool  # any of them is float64
 
-    def __init__(self, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> None:
+    def __init__(
+        self, codebook: Tensor, scale: Tensor, offset: Tensor | None, groups: tuple[int, ...] | None = None
+    ) -> None:
         given = [tensor for tensor in (codebook, scale, offset) if tensor is not None]
+        groups = (0,) * scale.shape[0] if groups is None else groups
         self.__dict__.update(
             codebook=codebook,
             scale=scale,
             offset=offset,
+            groups=groups,
+            codewords=codebook.shape[0] // (groups[-1] + 1),
             device=codebook.device,
             requires_grad=any(tensor.requires_grad for tensor in given),
             double=any(tensor.dtype == torch.float64 for tensor in given),
@@ -55,6 +65,45 @@ class Parameters(Tables):
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """(codebook, scale, offset), as autograd.Functions take them."""
         return self.codebook, self.scale, self.offset
+
+    @property
+    def shared(self) -> bool:
+        """Whether all levels have the same codewords."""
+        return self.groups[-1] == 0
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many levels each codebook serves."""
+        return tuple(self.groups.count(group) for group in range(self.groups[-1] + 1))
+
+    def words(self, m: int) -> Tensor:
+        """The codewords of level m, [K, D]."""
+        first = self.groups[m] * self.codewords
+        return self.codebook if self.shared else self.codebook[first : first + self.codewords]
+
+    def rows(self, codes: Tensor) -> Tensor:
+        """The rows of the codebook that codes [..., L] choose, int64."""
+        codes = codes.long()
+        if self.shared:
+            return codes
+        return codes + self.codewords * torch.tensor(self.groups[: codes.shape[-1]], device=codes.device)
+
+    def part(self, levels: slice, offset: bool = True) -> Parameters:
+        """The same for some neighbouring levels alone; not a copy. offset: whether it has one."""
+        groups = self.groups[levels]
+        rows = slice(groups[0] * self.codewords, (groups[-1] + 1) * self.codewords)
+        own = tuple(group - groups[0] for group in groups)
+        return Parameters(self.codebook[rows], self.scale[levels], self.offset if offset else None, own)
+
+    def apart(self) -> list[Parameters]:
+        """The codecs of the groups of levels, without an offset; computed once."""
+        return self.table(_groups_apart)
+
+
+def _groups_apart(codec: Parameters) -> list[Parameters]:
+    firsts = [m for m in range(len(codec.groups)) if m == 0 or codec.groups[m] != codec.groups[m - 1]]
+    bounds = itertools.pairwise([*firsts, len(codec.groups)])
+    return [codec.part(slice(*levels), offset=False) for levels in bounds]
 
 
 class Lists(Tables):

@@ -87,6 +87,7 @@ class Index(Storage):
         x: Array | Source,
         *,
         bits: int = 64,
+        codebooks: int = 1,
         metric: str = "l2",
         lists: int | str | None = "auto",
         vectors: str | None = None,
@@ -100,10 +101,11 @@ class Index(Storage):
         """Fits a codec of `bits` per vector to x [N, dim], which may be a memory map, and adds x to a new index.
 
         x is read in blocks; an object that reads them from elsewhere will do too (`drq_fast.index.source.Source`).
-        bits: a multiple of 8. metric: for "cosine" the codec encodes directions. lists: how many inverted lists; by
-        default about 2 sqrt(N), and none for fewer than 50,000 vectors. vectors and ids: as in the constructor and in
-        `add`. beam: the width of the encoder's. sample and seed: see `RecurrentQuantizer.fit`. tune: measure what
-        `search(recall=)` needs, with vectors of x as queries; `index.tune` does the same with queries of your own.
+        bits: a multiple of 8, 8 for each level. codebooks: as in `RecurrentQuantizer`; more of them have less error.
+        metric: for "cosine" the codec encodes directions. lists: how many inverted lists; by default about 2 sqrt(N),
+        and none for fewer than 50,000 vectors. vectors and ids: as in the constructor and in `add`. beam: the width of
+        the encoder's. sample and seed: see `RecurrentQuantizer.fit`. tune: measure what `search(recall=)` needs, with
+        vectors of x as queries; `index.tune` does the same with queries of your own.
 
         >>> index = Index.build(x, bits=64, metric="cosine", vectors="float16")
         >>> scores, ids = index.search(query, k=10, recall=0.95)
@@ -116,7 +118,7 @@ class Index(Storage):
         given = None if ids is None else checked_ids("build", ids, place)
         if given is not None and len(given) != len(source):
             checks.fail("build", "ids", f"{len(source)} numbers, one per vector", len(given))
-        codec, centroids = fitted(source, bits, metric, lists, beam, sample, seed, place)
+        codec, centroids = fitted(source, bits, codebooks, metric, lists, beam, sample, seed, place)
         index = cls(codec, metric, vectors=vectors, centroids=centroids)
         for block in in_blocks(source.read, len(source), source.dim, "add"):
             first = len(index)

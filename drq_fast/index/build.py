@@ -27,6 +27,7 @@ class Fitted(NamedTuple):
 def fitted(
     x: Source,
     bits: int,
+    codebooks: int,
     metric: str,
     lists: int | str | None,
     beam: int,
@@ -41,6 +42,8 @@ def fitted(
     bits = checks.integer("build", "bits", bits, 8, _MAX_BITS)
     if bits % 8:
         checks.fail("build", "bits", "a multiple of 8", bits)
+    levels = bits // 8
+    checks.groups("build", checks.integer("build", "codebooks", codebooks, 1), levels)
     checks.choice("build", "metric", metric, checks.METRICS)
     count = _list_count(lists, len(x))
     rows = fitting.sample_size(_CODEWORDS) if sample is None else checks.integer("build", "sample", sample, 1)
@@ -57,11 +60,11 @@ def fitted(
         some = some - mean
         centroids = coarse.centroids_of(some, count, generator)
         some, centroids = coarse.residuals(some[:: -(-len(some) // rows)], centroids), centroids + mean
-    levels = bits // 8
     omega = some.new_tensor(functional.default_weights(levels))
     options = {"offset": count is None, "omega": omega, "beam": beam, "seed": seed, "interruptible": False}
-    found = fitting.fit(some, _CODEWORDS, levels, **options)  # type: ignore[arg-type]
-    codec = Codec(found.codebook, found.scale, found.offset if mean is None else mean, unit=unit)
+    found = fitting.fit(some, _CODEWORDS, levels, codebooks=codebooks, **options)  # type: ignore[arg-type]
+    offset = found.offset if mean is None else mean
+    codec = Codec(found.codebook, found.scale, offset, codebooks=codebooks, unit=unit)
     return Fitted(codec, centroids)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import checks, functional
+from ..backends.torch import code_dtype
 from ..backends.types import Lists, Parameters
 from ..codec import Codec, directions
 from .rows import Content, Rows
@@ -26,7 +27,7 @@ class Coarse:
     def __init__(self, centroids: Tensor, codec: Codec) -> None:
         self.centroids, self.codec = centroids, codec
         self.as_codewords = _as_codewords(centroids)
-        self.residual = Parameters(codec.codebook, codec.scale, None)
+        self.residual = Parameters(codec.codebook, codec.scale, None, codec.groups)
         self.dtype = list_dtype(len(centroids))
 
     def __len__(self) -> int:
@@ -48,7 +49,7 @@ class Coarse:
             codes = functional.encode_checked(h - self.centroids[lists], self.residual, beam, omega)
             parts.append((codes, lists.to(self.dtype)))
         if not parts:
-            codes = torch.empty(0, codec.levels, dtype=torch.uint8, device=codec.device)
+            codes = torch.empty(0, codec.levels, dtype=code_dtype(codec.codewords), device=codec.device)
             return Content(codes, torch.empty(0, dtype=self.dtype, device=codec.device))
         codes, lists = (torch.cat(each) for each in zip(*parts, strict=True))
         return Content(codes, lists)

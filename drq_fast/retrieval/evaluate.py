@@ -61,19 +61,19 @@ def evaluate_codes(
     """
     op = "evaluate_codes"
     flat = checks.code_rows(op, checks.array(op, "codes", codes, integer=True), layer.levels)
-    scale = layer.scale.detach()
-    figures = []
+    codec, figures = layer.codec(), []
     for L in range(1, flat.shape[1] + 1):
         distinct, copies = torch.unique(flat[:, :L], dim=0, return_inverse=True)
 
-        def rank(batch: Tensor, L: int = L, distinct: Tensor = distinct) -> tuple[Tensor, Tensor]:
+        def rank(batch: Tensor, distinct: Tensor = distinct) -> tuple[Tensor, Tensor]:
             found = functional.search(
                 batch,
                 distinct,
-                layer.codebook.detach(),
-                scale[:L],
+                codec.codebook,
+                codec.scale,
                 k=len(distinct),
-                offset=None if layer.offset is None else layer.offset.detach(),
+                offset=codec.offset,
+                codebooks=codec.sizes,
                 metric=metric,
             )
             return found.scores, found.positions

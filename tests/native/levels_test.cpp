@@ -88,6 +88,33 @@ struct Case {
     for (int64_t k = 0; k < P; ++k) diagonal[k] = gram[k * P + k];
     for (int64_t m = 0; m < M; ++m)
       for (int64_t k = 0; k < K; ++k) bias[m * P + k] = scale[m] * scale[m] * diagonal[k];
+    bases.assign(M, 0);
+    fill_apart();
+  }
+
+  // Codewords of their own for all levels: those of level m are the shared ones, moved by m dimensions.
+  void fill_apart() {
+    T = M * P, pitch = T + 16;
+    own.resize(T * D), own_scores.resize(N * T), own_gram.resize((T - 1) * pitch + T), own_bias = bias;
+    for (int64_t m = 0; m < M; ++m) {
+      own_bases.push_back(m * P);
+      for (int64_t k = 0; k < P; ++k)
+        for (int64_t d = 0; d < D; ++d) own[(m * P + k) * D + d] = codebook[k * D + (d + m) % D];
+    }
+    for (int64_t n = 0; n < N; ++n)
+      for (int64_t k = 0; k < T; ++k) own_scores[n * T + k] = dot(&x[n * D], &own[k * D], D);
+    for (int64_t i = 0; i < T; ++i)
+      for (int64_t k = 0; k < T; ++k) own_gram[i * pitch + k] = dot(&own[i * D], &own[k * D], D);
+    for (int64_t m = 0; m < M; ++m)
+      for (int64_t k = 0; k < K; ++k)
+        own_bias[m * P + k] = scale[m] * scale[m] * own_gram[(m * P + k) * pitch + m * P + k];
+  }
+
+  drq::Tile tile_apart() const {
+    drq::Tile out = tile();
+    out.scores = own_scores.data(), out.codebook = own.data(), out.gram = own_gram.data(), out.diagonal = nullptr;
+    out.bias = own_bias.data(), out.bases = own_bases.data(), out.T = T, out.pitch = pitch;
+    return out;
   }
 
   drq::Tile tile() const {
@@ -95,13 +122,15 @@ struct Case {
     out.scores = scores.data(), out.x = x.data(), out.codebook = codebook.data();
     out.gram = with_gram ? gram.data() : nullptr;
     out.diagonal = diagonal.data(), out.bias = bias.data(), out.scale = scale.data();
-    out.N = N, out.K = K, out.P = P, out.D = D, out.M = M;
+    out.bases = bases.data();
+    out.N = N, out.K = K, out.P = out.T = out.pitch = P, out.D = D, out.M = M;
     return out;
   }
 
   Result by(int isa) const {
     Result result;
-    encode(isa, result);
+    encode(isa, tile(), result);
+    if (beam > 1) encode(isa, tile_apart(), result);
     training(isa, result);
     squared(isa, result);
     return result;
@@ -109,6 +138,7 @@ struct Case {
 
   Random random;
   int64_t N, D, K, M, P, beam;
+  int64_t T, pitch;  // rows of the codewords that levels have for themselves, and of their inner products
   bool wide, gap;
   int64_t of;      // what gradients are given of
   bool with_gram;  // of Delta alone, one level works without
@@ -118,16 +148,20 @@ struct Case {
   // Of squared errors: [K, D]; [D] or empty; [M], no powers of two, whose products would be exact.
   std::vector<float> unpadded, offset, factors;
   std::vector<int64_t> given;  // [N, M]  their codes
+  std::vector<float> own, own_scores, own_gram, own_bias;
+  std::vector<int64_t> bases, own_bases;
 
  private:
-  void encode(int isa, Result& result) const {
+  void encode(int isa, const drq::Tile& tile, Result& result) const {
     drq::Encode job{};
-    job.tile = tile(), job.omega = omega.data(), job.still_to_come = still_to_come.data();
+    job.tile = tile, job.omega = omega.data(), job.still_to_come = still_to_come.data();
     job.beam = beam, job.wide = wide;
-    result.codes8.assign(wide ? 0 : N * M, 77);
-    result.codes32.assign(wide ? N * M : 0, 77);
-    job.codes = wide ? static_cast<void*>(result.codes32.data()) : static_cast<void*>(result.codes8.data());
+    std::vector<uint8_t> codes8(wide ? 0 : N * M, 77);
+    std::vector<int32_t> codes32(wide ? N * M : 0, 77);
+    job.codes = wide ? static_cast<void*>(codes32.data()) : static_cast<void*>(codes8.data());
     drq::encode_cpu(job, isa);
+    result.codes8.insert(result.codes8.end(), codes8.begin(), codes8.end());
+    result.codes32.insert(result.codes32.end(), codes32.begin(), codes32.end());
   }
 
   void training(int isa, Result& result) const {

@@ -24,13 +24,15 @@ struct Found {
 struct Case {
   explicit Case(uint64_t seed) : random(seed) {
     shapes();
+    groups();
     codes();
     values();
   }
 
   // Codes that every scan can drop early: independent levels of decreasing scale, and small k.
   Case(int metric, int64_t Q, int64_t N, int64_t M)
-      : random(1), Q(Q), N(N), K(256), M(M), k(10), stride(M), metric(metric), threads(1), wide(false) {
+      : random(1), Q(Q), N(N), K(256), T(256), M(M), k(10), stride(M), metric(metric), threads(1), wide(false) {
+    bases.assign(M, 0);
     table = numbers(Q * K, 1, 1), constants = numbers(Q, 1, 1), lengths.assign(Q, 1);
     for (int64_t m = 0; m < M; ++m) scale.push_back(std::pow(0.5f, static_cast<float>(m)));
     for (int64_t i = 0; i < N * M; ++i) codes8.push_back(static_cast<uint8_t>(random.below(K)));
@@ -41,13 +43,13 @@ struct Case {
     found.scores.assign(Q * k, -77);
     found.positions.assign(Q * k, -77);
     drq::Search out{};
-    out.table = table.data(), out.scale = scale.data(), out.codes = codes_at();
+    out.table = table.data(), out.scale = scale.data(), out.bases = bases.data(), out.codes = codes_at();
     out.norms = metric == kIp ? nullptr : norms.data();
     out.constants = constants.data();
     out.lengths = metric == kCosine ? lengths.data() : nullptr;
     out.keep = keep.empty() ? nullptr : keep.data();
     out.scores = found.scores.data(), out.positions = found.positions.data();
-    out.Q = Q, out.N = N, out.K = K, out.M = M, out.k = k, out.stride = stride;
+    out.Q = Q, out.N = N, out.K = K, out.T = T, out.M = M, out.k = k, out.stride = stride;
     out.metric = metric, out.wide = wide;
     return out;
   }
@@ -57,15 +59,19 @@ struct Case {
   }
   int64_t code(int64_t n, int64_t m) const { return wide ? codes16[n * stride + m] : codes8[n * stride + m]; }
 
+  // The entry of query q for level m of code n.
+  float entry(int64_t q, int64_t n, int64_t m) const { return table[q * T + bases[m] + code(n, m)]; }
+
   void print() const {
-    std::printf("Q=%lld N=%lld K=%lld M=%lld k=%lld stride=%lld metric=%d wide=%d keep=%d threads=%d\n",
-                static_cast<long long>(Q), static_cast<long long>(N), static_cast<long long>(K),
+    std::printf("Q=%lld N=%lld K=%lld T=%lld M=%lld k=%lld stride=%lld metric=%d wide=%d keep=%d threads=%d\n",
+                static_cast<long long>(Q), static_cast<long long>(N), static_cast<long long>(K), static_cast<long long>(T),
                 static_cast<long long>(M), static_cast<long long>(k), static_cast<long long>(stride), metric, wide,
                 !keep.empty(), threads);
   }
 
   Random random;
-  int64_t Q, N, K, M, k, stride;
+  int64_t Q, N, K, T, M, k, stride;
+  std::vector<int64_t> bases;
   int metric, threads;
   bool wide;
   std::vector<float> table, scale, norms, constants, lengths;
@@ -104,6 +110,18 @@ struct Case {
     }
   }
 
+  // Which levels share their codewords: all, none, or some neighbours.
+  void groups() {
+    const int64_t kind = random.one_of({0, 0, 0, 1, 2});
+    int64_t group = 0;
+    bases.assign(M, 0);
+    for (int64_t m = 1; m < M; ++m) {
+      if (kind == 1 || (kind == 2 && random.once_in(3))) ++group;
+      bases[m] = group * K;
+    }
+    T = (group + 1) * K;
+  }
+
   void codes() {
     const int64_t distinct = random.one_of({N, N, N, N, 1, 2, 40, 700});
     const int64_t used = random.once_in(6) ? random.between(1, K) : K;  // codewords that occur
@@ -139,7 +157,7 @@ struct Case {
     const int kind = static_cast<int>(random.below(4));
     const float spreads[] = {1, 1, 1, 1, 1e-3f, 1e4f, 1e-38f, 1e18f, 1e30f};
     const float spread = spreads[random.below(9)];
-    table = numbers(Q * K, kind, spread);
+    table = numbers(Q * T, kind, spread);
     scale = numbers(M, kind, 1);
     const float other_sign = random.once_in(3) ? -1.0f : 1.0f;
     if (!random.once_in(4))
@@ -203,8 +221,8 @@ Found sorted(const Case& c, const Wanted& wanted, const Constant& constant) {
     keys.clear();
     for (int64_t n = 0; n < c.N; ++n) {
       if ((job.keep != nullptr && !job.keep[n]) || !wanted(q, n)) continue;
-      float sum = c.scale[0] * c.table[q * c.K + c.code(n, 0)];
-      for (int64_t m = 1; m < c.M; ++m) sum += c.scale[m] * c.table[q * c.K + c.code(n, m)];
+      float sum = c.scale[0] * c.entry(q, n, 0);
+      for (int64_t m = 1; m < c.M; ++m) sum += c.scale[m] * c.entry(q, n, m);
       const float score = drq::score_of(c.metric, sum, job.norms ? job.norms[n] : 0, constant(q, n), c.lengths[q]);
       keys.push_back(drq::key_of(c.metric == kL2 ? score : -score, n));
     }
@@ -261,24 +279,25 @@ bool at_once(const Case& c, const Found& expected) {
 }
 
 bool norms_agree(Case& c) {
-  if (c.K > 300) return true;
-  std::vector<float> gram(c.K * c.K), inner(c.K), norms(c.N, -77);
+  if (c.T > 3000) return true;
+  std::vector<float> gram(c.T * c.T), inner(c.T), norms(c.N, -77);
   for (auto& x : gram) x = c.random.normal();
   for (auto& x : inner) x = c.random.normal();
   const bool offset = c.random.once_in(2);
   const float constant = 0.7f;
   drq::Norms job{};
-  job.gram = gram.data(), job.scale = c.scale.data(), job.inner = offset ? inner.data() : nullptr;
+  job.gram = gram.data(), job.scale = c.scale.data(), job.bases = c.bases.data(), job.inner = offset ? inner.data() : nullptr;
   job.constants = &constant, job.codes = c.codes_at(), job.norms = norms.data();
-  job.N = c.N, job.K = c.K, job.M = c.M, job.stride = c.stride, job.wide = c.wide;
+  job.N = c.N, job.T = c.T, job.M = c.M, job.stride = c.stride, job.wide = c.wide;
   drq::norms_cpu(job, c.threads);
+  const auto row = [&](int64_t n, int64_t m) { return c.bases[m] + c.code(n, m); };
   for (int64_t n = 0; n < c.N; ++n) {
     float total = 0;
     for (int64_t i = 0; i < c.M; ++i) {
-      for (int64_t j = 0; j < i; ++j) total += (2 * c.scale[i] * c.scale[j]) * gram[c.code(n, i) * c.K + c.code(n, j)];
-      total += (c.scale[i] * c.scale[i]) * gram[c.code(n, i) * c.K + c.code(n, i)];
+      for (int64_t j = 0; j < i; ++j) total += (2 * c.scale[i] * c.scale[j]) * gram[row(n, i) * c.T + row(n, j)];
+      total += (c.scale[i] * c.scale[i]) * gram[row(n, i) * c.T + row(n, i)];
     }
-    for (int64_t i = 0; offset && i < c.M; ++i) total += c.scale[i] * inner[c.code(n, i)];
+    for (int64_t i = 0; offset && i < c.M; ++i) total += c.scale[i] * inner[row(n, i)];
     if (offset) total += 0.7f;
     if (same_bits(total, norms[n])) continue;
     c.print();
@@ -313,22 +332,22 @@ float side_by_side(const float* a, const float* b, int64_t D) {
 
 // The same search with queries instead of tables: first the definition of the tables, then all instruction sets.
 bool queries_agree(Case& c) {
-  if (c.K * c.Q > 20000) return true;
+  if (c.T * c.Q > 20000) return true;
   const int64_t D = c.random.one_of({1, 3, 15, 16, 17, 64, 65, 100, 128, 200});
   const bool moved = c.random.once_in(2);
-  std::vector<float> rows(c.Q * D), codebook(c.K * D), columns(drq::packed_size(c.K, D)), offset(D);
+  std::vector<float> rows(c.Q * D), codebook(c.T * D), columns(drq::packed_size(c.T, D)), offset(D);
   for (auto* values : {&rows, &codebook, &offset})
     for (auto& x : *values) x = c.random.normal();
   int64_t odd = -1;
   if (c.Q > 0 && c.random.once_in(4)) odd = c.random.below(c.Q), rows[odd * D + c.random.below(D)] = NAN;
   if (odd >= 0 && c.random.once_in(2)) rows[(c.Q - 1) * D] = std::numeric_limits<float>::infinity();
-  drq::pack_codebook(codebook.data(), columns.data(), c.K, D);
+  drq::pack_codebook(codebook.data(), columns.data(), c.T, D);
   for (int64_t q = 0; q < c.Q; ++q) {
     const float* row = &rows[q * D];
     c.lengths[q] = std::sqrt(side_by_side(row, row, D));
     std::vector<float> x(row, row + D);
     for (int64_t d = 0; moved && c.metric == kL2 && d < D; ++d) x[d] -= offset[d];
-    for (int64_t k = 0; k < c.K; ++k) c.table[q * c.K + k] = product(x.data(), &codebook[k * D], D);
+    for (int64_t k = 0; k < c.T; ++k) c.table[q * c.T + k] = product(x.data(), &codebook[k * D], D);
     c.constants[q] = c.metric == kL2 ? side_by_side(x.data(), x.data(), D)
                      : moved         ? side_by_side(row, offset.data(), D)
                                      : 0;

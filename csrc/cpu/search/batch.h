@@ -50,7 +50,7 @@ class Batch {
         bins(bins),
         sampled(Ceilings<Code, kLanes>::sampled(all.k, count)),
         ceilings(all.k, count),
-        transposed(job.K * kLanes),
+        transposed(job.T * kLanes),
         lines((job.M * job.K + (bins != nullptr ? 256 : 0)) * kLanes),
         terms(job.M * job.K) {
     for (int bin = 0; bin < 256 && bins != nullptr; ++bin) {
@@ -116,8 +116,8 @@ class Batch {
 
   void start() {
     for (int64_t lane = 0; lane < queries; ++lane) {
-      const float* table = job.table + lane * job.K;
-      for (int64_t k = 0; k < job.K; ++k) transposed.data[k * kLanes + lane] = table[k];
+      const float* table = job.table + lane * job.T;
+      for (int64_t k = 0; k < job.T; ++k) transposed.data[k * kLanes + lane] = table[k];
       usable[lane] = bound[lane].start(job, lane);
       if (bins != nullptr)
         usable[lane] &= with_metric(job.metric, [this](auto metric) { return metric.bounded(bins->low[0]); });
@@ -153,9 +153,10 @@ class Batch {
     float low[kLanes] = {};
     for (int64_t lane = 0; lane < queries; ++lane) low[lane] = bound[lane].minima[m];
     const Floats scale = Floats::all(job.scale[m]), signs = Floats::all(sign_of(job.metric));
+    const float* entries = transposed.data + job.bases[m] * kLanes;
     for (int64_t k = 0; k < job.K; ++k)
       for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
-        const Floats term = signs * (scale * Floats::load(transposed.data + k * kLanes + lane));
+        const Floats term = signs * (scale * Floats::load(entries + k * kLanes + lane));
         const Floats count = (term - Floats::load(low + lane)) * Floats::load(inverse + lane);
         count.store_bytes(lines.data + (m * job.K + k) * kLanes + lane);
       }

@@ -80,7 +80,8 @@ struct Bits {
     least = std::numeric_limits<float>::infinity();
     usable = takes(job) && bound.start(job, q);
     if (!usable) return;
-    for (int64_t k = 0; k < 256; ++k) table[k] = job.table[q * job.K + (k < job.K ? k : 0)];
+    for (int64_t m = 0; m < std::min<int64_t>(kLevels, job.M); ++m)
+      for (int64_t k = 0; k < 256; ++k) table[m][k] = job.entries(q, m)[k < job.K ? k : 0];
   }
 
   // Scans as many of the codes begin..end as it can and returns where it stopped. The constant of the query may be
@@ -136,7 +137,7 @@ struct Bits {
       const Floats scale = Floats::all(job.scale[m]), signs = Floats::all(sign_of(job.metric));
       const Floats low = Floats::all(bound.minima[m]), inverse = Floats::all(steps.inverse);
       for (int64_t high = 0; high < 16; ++high) {
-        const Floats term = signs * (scale * Floats::load(table + 16 * high));
+        const Floats term = signs * (scale * Floats::load(table[m] + 16 * high));
         uint8_t counts[16];
         min((term - low) * inverse, Floats::all(static_cast<float>(all))).store_bytes(counts);
         const __m128i each = _mm_loadu_si128(reinterpret_cast<const __m128i*>(counts));
@@ -290,7 +291,7 @@ struct Bits {
   float least = 0, factor = 0, shift = 0;
   Bound bound;
   Steps steps;
-  alignas(32) float table[256];
+  alignas(32) float table[kLevels][256];
   __m128i sets[kLevels][kBits][2];
 };
 

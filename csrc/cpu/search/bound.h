@@ -30,10 +30,14 @@ struct Bound {
   // Sets everything that does not depend on tau; false if no code may be dropped.
   bool start(const Search& search, int64_t query) {
     job = &search, q = query, base = 0, of_table = 0;
-    if (!extremes(search.table + q * search.K, search.K, low, high)) return false;
-    const float sign = sign_of(search.metric), largest = std::fmax(std::fabs(low), std::fabs(high));
+    const float sign = sign_of(search.metric);
     for (int64_t m = 0; m < search.M; ++m) {
-      const float scale = search.scale[m];
+      float &low = lows[m], &high = highs[m];
+      if (m > 0 && search.bases[m] == search.bases[m - 1])
+        low = lows[m - 1], high = highs[m - 1];
+      else if (!extremes(search.entries(q, m), search.K, low, high))
+        return false;
+      const float scale = search.scale[m], largest = std::fmax(std::fabs(low), std::fabs(high));
       minima[m] = sign * (scale * (sign * scale >= 0 ? low : high));  // rounding keeps the order of numbers
       base += minima[m];
       of_table += std::fabs(2.0 * scale) * largest;
@@ -61,11 +65,11 @@ struct Bound {
 
   const Search* job = nullptr;
   int64_t q = 0;
-  float low = 0, high = 0;   // of the query's table
-  float minima[kMaxLevels];  // of A_m
-  double base = 0;           // the sum of the minima
-  double of_table = 0;       // S without the constant
-  double magnitude = 0;      // S
+  float lows[kMaxLevels], highs[kMaxLevels];  // of the entries of level m
+  float minima[kMaxLevels];                   // of A_m
+  double base = 0;                            // the sum of the minima
+  double of_table = 0;                        // S without the constant
+  double magnitude = 0;                       // S
 
  private:
   static constexpr double kLargest = 8e37;

@@ -62,9 +62,11 @@ struct Ceilings {
         Floats sums[kParts];
         for (int64_t p = 0; p < kParts; ++p)
           sums[p] = Floats::all(job.scale[0]) * Floats::load(transposed + code[0] * kLanes + p * kWidth);
-        for (int64_t m = 1; m < job.M; ++m)
+        for (int64_t m = 1; m < job.M; ++m) {
+          const float* entries = transposed + (job.bases[m] + code[m]) * kLanes;
           for (int64_t p = 0; p < kParts; ++p)
-            sums[p] = sums[p] + Floats::all(job.scale[m]) * Floats::load(transposed + code[m] * kLanes + p * kWidth);
+            sums[p] = sums[p] + Floats::all(job.scale[m]) * Floats::load(entries + p * kWidth);
+        }
         for (int64_t p = 0; p < kParts; ++p)  // NaN is ignored
           minima[p] =
               min(Metric::cost(sums[p], norm, Floats::load(constants + p * kWidth), Floats::load(lengths + p * kWidth)),

@@ -42,9 +42,11 @@ struct Few {
   bool build() {
     if (built) return usable;
     built = true, usable = bound.start(job, q);
-    const float *const entries = job.table + q * job.K, sign = sign_of(job.metric);
-    for (int64_t m = 0; m < std::min<int64_t>(kMost, job.M); ++m)
+    const float sign = sign_of(job.metric);
+    for (int64_t m = 0; m < std::min<int64_t>(kMost, job.M); ++m) {
+      const float* entries = job.entries(q, m);
       for (int64_t k = 0; k < job.K; ++k) terms.data[m * job.K + k] = sign * (job.scale[m] * entries[k]);
+    }
     return usable;
   }
 

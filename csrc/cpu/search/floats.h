@@ -10,7 +10,7 @@ namespace drq {
 namespace DRQ_ISA {
 namespace {
 
-// sums[i] of `count` codes from row n on; terms [M, K] = fl(scale[m] * T[q, k]); kM is M, or 0 for any.
+// sums[i] of `count` codes from row n on; terms [M, K] = fl(scale[m] * entries[k]); kM is M, or 0 for any.
 template <class Code, int kM>
 void sum_terms(const Search& job, int64_t n, int64_t count, const float* terms, float* sums) {
   const int64_t M = kM ? kM : job.M, K = job.K, stride = job.stride;
@@ -53,9 +53,10 @@ template <class Code>
 void scan_floats(const Search& job, int64_t q, int64_t begin, int64_t end, float* terms, Reservoir& best) {
   if (begin == end) return;
   DRQ_COUNT(floats, end - begin);
-  const float* table = job.table + q * job.K;
-  for (int64_t m = 0; m < job.M; ++m)
-    for (int64_t k = 0; k < job.K; ++k) terms[m * job.K + k] = job.scale[m] * table[k];
+  for (int64_t m = 0; m < job.M; ++m) {
+    const float* entries = job.entries(q, m);
+    for (int64_t k = 0; k < job.K; ++k) terms[m * job.K + k] = job.scale[m] * entries[k];
+  }
   with_metric(job.metric, [&](auto metric) {
     using Metric = decltype(metric);
     if (job.M == 4) return scan_floats<Code, Metric, 4>(job, q, begin, end, terms, best);

@@ -115,9 +115,8 @@ const Code* row_of(const Search& job, int64_t n) {
 template <class Code>
 float cost_of(const Search& job, int64_t q, int64_t n) {
   const Code* code = row_of<Code>(job, n);
-  const float* table = job.table + q * job.K;
-  float sum = job.scale[0] * table[code[0]];
-  for (int64_t m = 1; m < job.M; ++m) sum += job.scale[m] * table[code[m]];
+  float sum = job.scale[0] * job.entries(q, 0)[code[0]];
+  for (int64_t m = 1; m < job.M; ++m) sum += job.scale[m] * job.entries(q, m)[code[m]];
   const float norm = job.norms == nullptr ? 0 : job.norms[n];
   return turned(job.metric, score_of(job.metric, sum, norm, job.constants[q], length_of(job, q)));
 }

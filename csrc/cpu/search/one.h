@@ -1,5 +1,6 @@
-// One query against 64 codes at a time, with AVX-512: one table of 256 bytes, in four registers, serves all levels, and
-// one instruction weights the four levels of a dword and adds them up. See bits.h and few.h for other processors.
+// One query against 64 codes at a time, with AVX-512: a table of 256 bytes, in four registers, serves all levels that
+// share their codewords, and one instruction weights the four levels of a dword and adds them up. See bits.h and few.h
+// for other processors.
 #pragma once
 
 #include "cpu/search/bound.h"
@@ -42,19 +43,24 @@ inline __m512i dwords_of(const uint8_t* rows, int group, int stride) {
   }
 }
 
-inline __m512i look_up(const __m512i (&table)[4], __m512i code) {
-  const __m512i low = _mm512_permutex2var_epi8(table[0], code, table[1]);
-  const __m512i high = _mm512_permutex2var_epi8(table[2], code, table[3]);
+// The bytes of 256 codewords, 64 in each part.
+struct Table {
+  __m512i parts[4];
+};
+
+inline __m512i look_up(const Table& table, __m512i code) {
+  const __m512i low = _mm512_permutex2var_epi8(table.parts[0], code, table.parts[1]);
+  const __m512i high = _mm512_permutex2var_epi8(table.parts[2], code, table.parts[3]);
   return _mm512_mask_blend_epi8(_mm512_movepi8_mask(code), low, high);
 }
 
-// How one query drops codes by one table (docs/math.md, section 5). With B and the limit of bound.h and
-// A = sign T, a code can only be among the k best if
-//   sum_m floor(127 scale[m] / max |scale|) floor(255 (A[b_m] - min A) / (max A - min A)) + unit B
-//   <= unit (limit - base),   base = sum_m scale[m] min A,
+// How one query drops codes by bytes (docs/math.md, section 5). With B and the limit of bound.h, A_m = sign times the
+// entries of level m, and R the largest of all max A_m - min A_m, a code can only be among the k best if
+//   sum_m floor(127 scale[m] / max |scale|) floor(255 (A_m[b_m] - min A_m) / R) + unit B
+//   <= unit (limit - base),   base = sum_m scale[m] min A_m,
 // where `rounding` is added for weights below 0, which rounding down makes larger, and for the errors of float32. The
-// table stays as it is while the limit falls.
-template <int kStride, int kGroups>
+// tables stay as they are while the limit falls. With kShared, all levels have the same one.
+template <int kStride, int kGroups, bool kShared = true>
 struct One {
   explicit One(const Search& job) : job(job), stride(static_cast<int>(job.stride)) {}
 
@@ -84,39 +90,68 @@ struct One {
   // Scans the codes of 64 rows, from `first` on, whose bits are set in `wanted`.
   void run_some(int64_t first, uint64_t wanted) {
     with_metric(job.metric, [&](auto metric) {
-      const __m512i local[4] = {table[0], table[1], table[2], table[3]};
+      const Table local = tables[0];
       __m512i sums[4];
       if (sum_up<decltype(metric)>(first, local, _mm512_set1_epi32(most), sums)) look_closely(first, sums, wanted);
     });
   }
 
  private:
+  // The levels of a dword that have one table, as the mask of their bytes in a register.
+  struct Levels {
+    int table;
+    __mmask64 bytes;
+  };
+
+  // The least of A_m; the sign is below 0.
+  float low(int64_t m) const { return sign_of(job.metric) * bound.highs[m]; }
+
   bool build() {
-    const float *const entries = job.table + q * job.K, sign = sign_of(job.metric);
-    const float low = sign * bound.high, high = sign * bound.low;  // of A: the sign is below 0
-    float largest = 0;
-    for (int64_t m = 0; m < job.M; ++m) largest = std::fmax(largest, std::fabs(job.scale[m]));
-    const float per_step = high > low ? 255 / (high - low) : 1, whole = largest > 0 ? 127 / largest : 1;
+    float largest = 0, range = 0;
+    for (int64_t m = 0; m < job.M; ++m) {
+      largest = std::fmax(largest, std::fabs(job.scale[m]));
+      range = std::fmax(range, bound.highs[m] - bound.lows[m]);
+    }
+    range *= std::fabs(sign_of(job.metric));
+    const float per_step = range > 0 ? 255 / range : 1, whole = largest > 0 ? 127 / largest : 1;
     unit = per_step * whole;
     if (!std::isfinite(whole) || !std::isfinite(unit) || !(unit > 0)) return false;
     int8_t weights[4 * kGroups] = {};
     for (int64_t m = 0; m < job.M; ++m) {
       weights[m] = static_cast<int8_t>(std::floor(job.scale[m] * whole));
-      base += static_cast<double>(job.scale[m]) * low;
+      base += static_cast<double>(job.scale[m]) * low(m);
       if (weights[m] < 0 && job.norms != nullptr) return false;  // a norm beyond the range of int32 could wrap around
       rounding += 1e-3 * std::abs(weights[m]) + (weights[m] < 0 ? -weights[m] : 0);
     }
-    alignas(64) float steps[256] = {};
-    alignas(64) uint8_t bytes[256];
-    for (int64_t k = 0; k < job.K; ++k) steps[k] = (sign * entries[k] - low) * per_step;
-    for (int64_t k = 0; k < 256; k += kWidth) Floats::load(steps + k).store_bytes(bytes + k);
-    for (int i = 0; i < 4; ++i) table[i] = _mm512_load_si512(bytes + 64 * i);
+    std::memset(counts, 0, sizeof counts);
+    for (int64_t m = 0, last = -1; m < job.M; ++m) {
+      if (m == 0 || job.bases[m] != job.bases[m - 1]) tables[++last] = table_of(m, per_step);
+      if (kShared) break;
+      const int64_t g = m / 4;
+      const __mmask64 own = 0x1111111111111111 << (m % 4);
+      if (counts[g] > 0 && levels[g][counts[g] - 1].table == last)
+        levels[g][counts[g] - 1].bytes |= own;
+      else
+        levels[g][counts[g]++] = {static_cast<int>(last), own};
+    }
     for (int g = 0; g < kGroups; ++g) {
       int32_t four;
       std::memcpy(&four, weights + 4 * g, sizeof four);
       weight[g] = _mm512_set1_epi32(four);
     }
     return true;
+  }
+
+  // floor((A_m - min A_m) per_step) of all codewords, as bytes.
+  Table table_of(int64_t m, float per_step) const {
+    const float *const entries = job.entries(q, m), sign = sign_of(job.metric), least = low(m);
+    alignas(64) float steps[256] = {};
+    alignas(64) uint8_t bytes[256];
+    for (int64_t k = 0; k < job.K; ++k) steps[k] = (sign * entries[k] - least) * per_step;
+    for (int64_t k = 0; k < 256; k += kWidth) Floats::load(steps + k).store_bytes(bytes + k);
+    Table table;
+    for (int i = 0; i < 4; ++i) table.parts[i] = _mm512_load_si512(bytes + 64 * i);
+    return table;
   }
 
   // Sets the limit for the k-th best cost so far. With norms it is shifted to about 0, so that integers overflow only
@@ -148,16 +183,33 @@ struct One {
 
   // Sums of the 64 codes from n on; whether any of them is within the limit.
   template <class Metric>
-  __attribute__((always_inline)) bool sum_up(int64_t n, const __m512i (&local)[4], __m512i limit,
-                                             __m512i (&sums)[4]) const {
-    for (int i = 0; i < 4; ++i) {
-      sums[i] = start<Metric>(n + 16 * i);
-      for (int g = 0; g < kGroups; ++g)
-        sums[i] =
-            _mm512_dpbusd_epi32(sums[i], look_up(local, dwords_of<kStride>(row(n + 16 * i), g, stride)), weight[g]);
+  __attribute__((always_inline)) bool sum_up(int64_t n, const Table& local, __m512i limit, __m512i (&sums)[4]) const {
+    for (int i = 0; i < 4; ++i) sums[i] = start<Metric>(n + 16 * i);
+    if constexpr (kShared) {
+      for (int i = 0; i < 4; ++i)
+        for (int g = 0; g < kGroups; ++g)
+          sums[i] =
+              _mm512_dpbusd_epi32(sums[i], look_up(local, dwords_of<kStride>(row(n + 16 * i), g, stride)), weight[g]);
+    } else {
+      for (int g = 0; g < kGroups; ++g) add_dword(n, g, sums);
     }
     const __m512i least = _mm512_min_epi32(_mm512_min_epi32(sums[0], sums[1]), _mm512_min_epi32(sums[2], sums[3]));
     return _mm512_cmple_epi32_mask(least, limit) != 0;
+  }
+
+  // Adds the levels of dword g of the 64 codes from n on, each by its own table.
+  __attribute__((always_inline)) void add_dword(int64_t n, int g, __m512i (&sums)[4]) const {
+    __m512i codes[4], entries[4];
+    for (int i = 0; i < 4; ++i) {
+      codes[i] = dwords_of<kStride>(row(n + 16 * i), g, stride);
+      entries[i] = _mm512_setzero_si512();
+    }
+    for (int j = 0; j < counts[g]; ++j) {
+      const Levels own = levels[g][j];
+      const Table table = tables[own.table];
+      for (int i = 0; i < 4; ++i) entries[i] = _mm512_mask_mov_epi8(entries[i], own.bytes, look_up(table, codes[i]));
+    }
+    for (int i = 0; i < 4; ++i) sums[i] = _mm512_dpbusd_epi32(sums[i], entries[i], weight[g]);
   }
 
   // Always inline: GCC 12 takes a function of prefetches for one without effect.
@@ -170,7 +222,8 @@ struct One {
   template <class Metric, bool kAhead>
   void scan(int64_t begin, int64_t end, int64_t ahead) {
     for (int64_t n = begin; n < end;) {
-      const __m512i local[4] = {table[0], table[1], table[2], table[3]}, limit = _mm512_set1_epi32(most);
+      const Table local = tables[0];
+      const __m512i limit = _mm512_set1_epi32(most);
       __m512i sums[4];
       bool any = false;
       for (; n < end && !any; n += 64) {
@@ -227,7 +280,10 @@ struct One {
   const int stride;
   int64_t q = 0;
   Reservoir* best = nullptr;
-  __m512i table[4], weight[kGroups];
+  Table tables[kShared ? 1 : 4 * kGroups];  // of the groups of levels that share their codewords
+  Levels levels[kGroups][4];                // of each dword, not with kShared
+  int counts[kGroups];                      // how many of these there are
+  __m512i weight[kGroups];
   Bound bound;
   double base = 0, rounding = 0;
   float unit = 0, factor = 0, shift = 0;
@@ -238,7 +294,8 @@ struct One {
 // Whether rows are of a length that takes few instructions to load.
 inline bool is_quick(const Search& job) {
   const int64_t s = job.stride;
-  return !job.wide && s >= job.M && (s == 1 || s == 2 || s == 4 || s == 8 || s == 16);
+  const bool one_or_two = job.shared() && (s == 1 || s == 2);
+  return !job.wide && s >= job.M && (one_or_two || s == 4 || s == 8 || s == 16);
 }
 
 // Whether scan_one() supports the codes.
@@ -249,6 +306,7 @@ inline bool takes_one(const Search& job) {
 // How many bytes of a row are read, in dwords, if it is of another length than those of is_quick().
 inline int64_t groups_of(const Search& job) {
   const int64_t groups = (job.M + 3) / 4;
+  if (!job.shared()) return groups <= 2 ? groups : groups <= 4 ? 4 : groups <= 8 ? 8 : 16;
   return groups <= 4 ? groups : groups <= 6 ? 6 : groups <= 8 ? 8 : groups <= 12 ? 12 : 16;
 }
 
@@ -256,6 +314,16 @@ inline int64_t groups_of(const Search& job) {
 template <class Use>
 void with_one(const Search& job, const Use& use) {
   const int64_t groups = (job.M + 3) / 4;
+  if (!job.shared()) {
+    if (is_quick(job) && job.stride == 4) return use(Type<One<4, 1, false>>{});
+    if (is_quick(job) && job.stride == 8) return use(Type<One<8, 2, false>>{});
+    if (is_quick(job) && job.stride == 16) return use(Type<One<16, 4, false>>{});
+    if (groups == 1) return use(Type<One<0, 1, false>>{});
+    if (groups == 2) return use(Type<One<0, 2, false>>{});
+    if (groups <= 4) return use(Type<One<0, 4, false>>{});
+    if (groups <= 8) return use(Type<One<0, 8, false>>{});
+    return use(Type<One<0, 16, false>>{});
+  }
   if (!is_quick(job)) {
     switch (groups_of(job)) {
       case 1:

@@ -121,8 +121,8 @@ int64_t search_cpu(const Search& given, const Queries& queries, int isa, int thr
   bool to_compute = queries.rows != nullptr;
   std::unique_ptr<float[]> tables;
   if (to_compute && ranges > 1) {
-    tables.reset(new float[job.Q * (job.K + 2)]);
-    float *const table = tables.get(), *const constants = table + job.Q * job.K, *const lengths = constants + job.Q;
+    tables.reset(new float[job.Q * (job.T + 2)]);
+    float *const table = tables.get(), *const constants = table + job.Q * job.T, *const lengths = constants + job.Q;
     const int64_t found = DRQ_CHOOSE_COPY(fill_tables, isa)(job, queries, 0, job.Q, table, constants, lengths);
     if (found >= 0) odd = found;
     job.table = table, job.constants = constants, job.lengths = lengths, to_compute = false;

@@ -112,7 +112,7 @@ int64_t fill_tables(const Search& job, const Queries& queries, int64_t begin, in
       constants[i] = constant_of(job.metric, some.rows[r], queries.offset, D);
       if (has_length(job.metric)) lengths[i] = std::sqrt(dot(q, q, D));
     }
-    fill_all(some.rows, count, queries.columns, job.K, D, table + (first - begin) * job.K);
+    fill_all(some.rows, count, queries.columns, job.T, D, table + (first - begin) * job.T);
   }
   return odd;
 }

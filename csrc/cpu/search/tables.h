@@ -22,17 +22,17 @@ namespace {
 
 // The tables of up to `most` queries at a time, for one thread.
 struct Tables {
-  Tables(const Part& part, int64_t most) : part(part), memory(part.queries == nullptr ? 0 : most * (part.job.K + 2)) {}
+  Tables(const Part& part, int64_t most) : part(part), memory(part.queries == nullptr ? 0 : most * (part.job.T + 2)) {}
 
   // The search of the queries first..first + count alone.
   Search of(int64_t first, int64_t count) {
     Search job = part.job;
     job.Q = count;
     if (part.queries == nullptr) {
-      job.table += first * job.K, job.constants += first;
+      job.table += first * job.T, job.constants += first;
       if (job.lengths != nullptr) job.lengths += first;
     } else {
-      float *const table = memory.data, *const constants = table + count * job.K, *const lengths = constants + count;
+      float *const table = memory.data, *const constants = table + count * job.T, *const lengths = constants + count;
       const int64_t odd = fill_tables(job, *part.queries, first, first + count, table, constants, lengths);
       if (odd >= 0) lower(*part.odd, odd);
       job.table = table, job.constants = constants, job.lengths = lengths;

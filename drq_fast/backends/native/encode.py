@@ -24,17 +24,23 @@ _MANY = 1024  # codewords from which C C^T may cost more than it saves
 
 
 class Levels:
-    """A codec as the kernels of the levels take it: K padded to P, a multiple of 16, all in float32."""
+    """A codec as the kernels of the levels take it: K padded to P, a multiple of 16, all in float32.
+
+    The G groups of codewords begin in rows 0, P, 2 P, .. of the T = G P rows.
+    """
 
     def __init__(self, codec: Parameters) -> None:
-        self.K, self.D = codec.codebook.shape
+        self.K, self.D, self.M = codec.codewords, codec.codebook.shape[1], len(codec.scale)
         self.P = -(-self.K // 16) * 16
-        self.M = len(codec.scale)
         self.scale = codec.scale.float().contiguous()
-        self.codebook = _padded(codec.codebook, self.P)
+        self.codebook = _padded(codec.codebook, self.K, self.P)
+        self.T = len(self.codebook)
         self.gram = _gram_in_threads(self.codebook)
+        if not codec.shared:
+            self.gram = _apart(self.gram)
         self.diagonal = self.gram.diagonal().contiguous()
-        self.bias = (self.scale * self.scale)[:, None] * self.diagonal
+        self.bases = self.P * torch.tensor(codec.groups, device="cpu")
+        self.bias = self.diagonal.view(-1, self.P)[list(codec.groups)] * (self.scale * self.scale)[:, None]
         self.bias[:, self.K :] = float("inf")
         self.job = native.Levels(
             codebook=pointer(self.codebook),
@@ -42,21 +48,31 @@ class Levels:
             diagonal=pointer(self.diagonal),
             bias=pointer(self.bias),
             scale=pointer(self.scale),
+            bases=pointer(self.bases),
             K=self.K,
             P=self.P,
+            T=self.T,
             D=self.D,
             M=self.M,
+            pitch=self.gram.stride(0),
         )
 
     def tile(self, x: Tensor, scores: Tensor) -> _C.Tile:
-        """Centred x [n, D] with its products with the codewords, scores [n, P], for the kernels."""
+        """Centred x [n, D] with its products with the codewords, scores [n, T], for the kernels."""
         return native.Tile(levels=self.job, x=pointer(x), scores=pointer(scores), N=len(x))
 
 
-def _padded(codebook: Tensor, P: int) -> Tensor:
-    """[P, D] float32, zeros below the codewords."""
+def _padded(codebook: Tensor, K: int, P: int) -> Tensor:
+    """[G * P, D] float32 of codebook [G * K, D], zeros below the codewords of each group."""
     dense = codebook.float().contiguous()
-    return dense if len(dense) == P else torch.nn.functional.pad(dense, (0, 0, 0, P - len(dense)))
+    return dense if K == P else torch.nn.functional.pad(dense.unflatten(0, (-1, K)), (0, 0, 0, P - K)).flatten(0, 1)
+
+
+def _apart(gram: Tensor) -> Tensor:
+    """The same with a cache line between its rows: those of a large power of 2 would share few places in caches."""
+    spread = floats(len(gram), len(gram) + 16)
+    native.large_pages(pointer(spread), spread.nbytes)
+    return spread[:, : len(gram)].copy_(gram)
 
 
 def gram(codebook: Tensor) -> Tensor:
@@ -83,14 +99,16 @@ def _gram_in_threads(codebook: Tensor) -> Tensor:
 
 
 class Words:
-    """A codec as one level after the other takes it, without C C^T: K padded to P, a multiple of 16, in float32."""
+    """A codec whose levels share all codewords, as one level after the other takes it, without C C^T: K padded to P, a
+    multiple of 16, in float32."""
 
     def __init__(self, codec: Parameters) -> None:
         self.K, self.D = codec.codebook.shape
         self.P = -(-self.K // 16) * 16
         self.scale = codec.scale.float().contiguous()
-        self.codebook = _padded(codec.codebook, self.P)
+        self.codebook = _padded(codec.codebook, self.K, self.P)
         self.diagonal = self.codebook.square().sum(dim=1)
+        self.base = torch.zeros(1, dtype=torch.int64, device="cpu")
         self.bias = (self.scale * self.scale)[:, None] * self.diagonal
         self.bias[:, self.K :] = float("inf")
         self.jobs = [
@@ -100,10 +118,13 @@ class Words:
                 diagonal=pointer(self.diagonal),
                 bias=pointer(bias),
                 scale=pointer(scale),
+                bases=pointer(self.base),
                 K=self.K,
                 P=self.P,
+                T=self.P,
                 D=self.D,
                 M=1,
+                pitch=0,
             )
             for bias, scale in zip(self.bias, self.scale, strict=True)
         ]
@@ -119,9 +140,30 @@ def by_products(N: int, K: int, M: int) -> bool:
 def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Tensor:
     """Codes [N, M] of x [N, D], uint8 for K <= 256, else int32: see `backends.torch.encode`."""
     with torch.autocast("cpu", enabled=False):
+        if beam == 1 and not codec.shared:
+            return _encode_by_groups(x, codec)
         if beam == 1 and by_products(len(x), len(codec.codebook), len(codec.scale)):
             return _encode_by_products(x, codec.table(Words), codec.offset)
         return _encode(x, codec.table(Levels), codec.offset, beam, omega)
+
+
+def _encode_by_groups(x: Tensor, codec: Parameters) -> Tensor:
+    """Greedy codes: the products of all groups together are x C^T, and inner products of codewords of two groups are
+    not needed."""
+    K, D = codec.codewords, codec.codebook.shape[1]
+    codes = torch.empty(len(x), len(codec.scale), dtype=definition.code_dtype(K), device="cpu")
+    step = max(256, _TILE // max(K, D))
+    codec.apart()  # before threads race for it
+
+    def encode_group(h: Tensor, group: Parameters) -> Tensor:
+        return encode(h, group, 1, None)
+
+    def work(_: int, rows: slice) -> None:
+        for here in tiles(rows, step):
+            codes[here] = definition.encode_by_groups(centred(x[here], codec.offset), codec, encode_group)
+
+    in_threads(work, len(x))
+    return codes
 
 
 def _encode_by_products(x: Tensor, words: Words, offset: Tensor | None) -> Tensor:
@@ -155,10 +197,10 @@ def _encode(x: Tensor, levels: Levels, offset: Tensor | None, beam: int, omega: 
     omega = floats(levels.M).fill_(1) if omega is None else omega.float()
     still_to_come = definition.still_to_come(omega)
     codes = torch.empty(len(x), levels.M, dtype=definition.code_dtype(levels.K), device="cpu")
-    isa, step = instruction_set(), max(64, _TILE // max(levels.P, levels.D))
+    isa, step = instruction_set(), max(64, _TILE // max(levels.T, levels.D))
 
     def work(_: int, rows: slice) -> None:
-        scratch = floats(min(step, rows.stop - rows.start), levels.P)
+        scratch = floats(min(step, rows.stop - rows.start), levels.T)
         for here in tiles(rows, step):
             tile = centred(x[here], offset)
             scores = product(tile, levels.codebook.T, scratch[: len(tile)])

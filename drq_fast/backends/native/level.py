@@ -23,15 +23,20 @@ _COLUMNS = 512  # codewords whose gradients are transposed at a time, in cache
 
 
 def level_for(op: str, x: Tensor, codec: Parameters, gamma: float) -> definition.OneLevel | None:
-    """The level of an operation on x [N, D]; None where C C^T is cheaper."""
-    if not by_products(len(x), len(codec.codebook), len(codec.scale)):
+    """The level of an operation on x [N, D]; None where C C^T of codewords that all share is cheaper."""
+    if codec.shared and not by_products(len(x), len(codec.codebook), len(codec.scale)):
         return None
-    words = codec.table(Words)
+    places = codec.table(_places)
 
     def level(m: int, h: Tensor, codebook: Tensor, s: Tensor) -> definition.Level:
-        return definition.Level(*_Level.apply(*graphless(h, codebook, s), words, m, gamma, op))
+        return definition.Level(*_Level.apply(*graphless(h, codebook, s), *places[m], gamma, op))
 
     return level
+
+
+def _places(codec: Parameters) -> list[tuple[Words, int]]:
+    """The codewords of every level, and its number among the levels that share them."""
+    return [(group.table(Words), m) for group in codec.apart() for m in range(len(group.scale))]
 
 
 class _Level(torch.autograd.Function):

@@ -35,14 +35,25 @@ class Columns:
     """A codec as the scan of the CPU takes it, float32: the codebook packed for products with queries."""
 
     def __init__(self, codec: Parameters) -> None:
-        codebook, (self.K, self.D) = codec.codebook.float().contiguous(), codec.codebook.shape
-        self.packed = floats(native.packed_size(self.K, self.D))
-        native.pack_codebook(pointer(codebook), pointer(self.packed), self.K, self.D)
-        self.scale = codec.scale.float().contiguous()
+        codebook, (T, D) = codec.codebook.float().contiguous(), codec.codebook.shape
+        self.packed = floats(native.packed_size(T, D))
+        native.pack_codebook(pointer(codebook), pointer(self.packed), T, D)
+        self.scale, self.bases = codec.scale.float().contiguous(), bases_of(codec)
         self.offset = None if codec.offset is None else codec.offset.float().contiguous()
         self.job = native.Columns(
-            columns=pointer(self.packed), scale=pointer(self.scale), offset=pointer(self.offset), K=self.K, D=self.D
+            columns=pointer(self.packed),
+            scale=pointer(self.scale),
+            bases=pointer(self.bases),
+            offset=pointer(self.offset),
+            K=codec.codewords,
+            T=T,
+            D=D,
         )
+
+
+def bases_of(codec: Parameters) -> Tensor:
+    """[M] int64: the row of the codebook where the codewords of each level begin."""
+    return codec.codewords * torch.tensor(codec.groups, device=codec.device)
 
 
 class Inner:
@@ -51,6 +62,7 @@ class Inner:
     def __init__(self, codec: Parameters) -> None:
         codebook, offset = codec.codebook.float(), None if codec.offset is None else codec.offset.float()
         self.gram, self.scale = gram(codebook), codec.scale.float().contiguous()
+        self.bases = bases_of(codec)
         self.with_offset = None if offset is None else 2 * (codebook @ offset)
         self.of_offset = None if offset is None else (offset @ offset).reshape(1)
 
@@ -180,7 +192,7 @@ def _scan_cuda(query: Tensor, database: Database, k: int, finite: bool, probes: 
         checks.finite("search", "query", query, torch.float32)
     codec, metric, lists = database.codec, database.metric, database.lists
     codes, norms, scale = _dense_rows(database.codes), database.table(_norms), codec.scale.float().contiguous()
-    keep = None if database.keep is None else database.keep.contiguous()
+    keep, bases = None if database.keep is None else database.keep.contiguous(), codec.table(bases_of)
     codebook, offset = codec.codebook.float(), None if codec.offset is None else codec.offset.float()
     scores = torch.empty(len(query), k, dtype=torch.float32, device=query.device)
     positions = torch.empty(len(query), k, dtype=torch.int64, device=query.device)
@@ -192,7 +204,7 @@ def _scan_cuda(query: Tensor, database: Database, k: int, finite: bool, probes: 
                 products = inverted.products_of(some, lists.centroids.float(), offset, metric)
                 constants, *chosen = inverted.probed_lists(products, prepared.constants, lists, metric, probes)
                 prepared, probed = prepared._replace(constants=constants), _probed_job(lists, *chosen)
-        job = _search_job(prepared, codes, scale, own_scores, own, metric, norms, keep)
+        job = _search_job(prepared, codes, codec, scale, bases, own_scores, own, metric, norms, keep)
         enqueue(job, probed, query.device)
     return SearchResult(scores, positions)
 
@@ -213,7 +225,7 @@ def enqueue(job: _C.Search, probed: _C.Probed | None, device: torch.device) -> N
 def scan_given(
     prepared: definition.Prepared,
     codes: Tensor,
-    scale: Tensor,
+    codec: Parameters,
     scores: Tensor,
     positions: Tensor,
     metric: str,
@@ -229,7 +241,8 @@ def scan_given(
     keep [N] bool. probed: lists, their products [Q, lists] with the queries, and how many lists each query looks at.
     """
     norms = None if norms is None else norms.float().contiguous()
-    job = _search_job(prepared, codes, scale, scores, positions, metric, norms, keep)
+    bases = codec.table(bases_of)
+    job = _search_job(prepared, codes, codec, codec.scale, bases, scores, positions, metric, norms, keep)
     if probed is None:
         native.search_given_cpu(job, instruction_set(), threads)
     else:
@@ -240,7 +253,9 @@ def scan_given(
 def _search_job(
     prepared: definition.Prepared,
     codes: Tensor,
+    codec: Parameters,
     scale: Tensor,
+    bases: Tensor,
     scores: Tensor,
     positions: Tensor,
     metric: str,
@@ -248,12 +263,13 @@ def _search_job(
     keep: Tensor | None,
 ) -> _C.Search:
     """The job must not outlive the tensors, which are dense but for the rows of codes."""
-    (Q, K), (N, M) = prepared.table.shape, codes.shape
+    (Q, T), (N, M) = prepared.table.shape, codes.shape
     return native.Search(
         table=pointer(prepared.table),
         constants=pointer(prepared.constants),
         lengths=pointer(prepared.lengths),
         scale=pointer(scale),
+        bases=pointer(bases),
         codes=pointer(codes),
         norms=pointer(norms),
         keep=pointer(keep),
@@ -261,7 +277,8 @@ def _search_job(
         positions=pointer(positions),
         Q=Q,
         N=N,
-        K=K,
+        K=codec.codewords,
+        T=T,
         M=M,
         k=scores.shape[1],
         stride=codes.stride(0) if N > 1 else M,
@@ -275,7 +292,7 @@ def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Ten
     with torch.autocast(query.device.type, enabled=False):
         offset = None if codec.offset is None else codec.offset.float()
         prepared = definition.prepare(query.float(), codec.codebook.float(), offset, metric)
-        sums = _Lookup.apply(prepared.table, codes, codec.scale.float())
+        sums = _Lookup.apply(prepared.table, _table_rows(codec, codes), codec.scale.float())
         if metric != "ip" and norms is None:
             norms = definition.squared_norms(codes.flatten(0, -2), codec, metric).view(codes.shape[:-1])
         return definition.scores_of(sums, None if norms is None else norms.float(), prepared, metric)
@@ -310,8 +327,13 @@ def _scores_at(rows: Tensor, query: Tensor, database: Database) -> Tensor:
         if metric != "ip" and norms is None:
             norms = definition.squared_norms(database.codes, codec, metric, lists)[rows]
         constants = inverted.constants_of(products, prepared.constants, metric)
-        sums = _Lookup.apply(prepared.table, codes, codec.scale.float())
+        sums = _Lookup.apply(prepared.table, _table_rows(codec, codes), codec.scale.float())
         return definition.scores_of(sums, norms, prepared._replace(constants=constants), metric)
+
+
+def _table_rows(codec: Parameters, codes: Tensor) -> Tensor:
+    """The entries of a query's table that codes [..., L] stand for."""
+    return codes if codec.shared else codec.rows(codes)
 
 
 class _Lookup(torch.autograd.Function):
@@ -319,9 +341,9 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-        """sums [Q, N] of table [Q, K], codes [N, L] or [Q, N, L], scale [M]."""
+        """sums [Q, N] of table [Q, T], codes [N, L] or [Q, N, L] below T, scale [M]."""
         ctx.save_for_backward(table, codes, scale)
-        return lookup(table, codes, scale) if codes.ndim == 2 else definition.lookup(table, codes, scale)
+        return lookup(table, codes, scale) if codes.ndim == 2 else definition.lookup(table, codes.long(), scale)
 
     @staticmethod
     def backward(ctx: Any, dsums: Tensor) -> tuple[Tensor | None, ...]:
@@ -406,13 +428,14 @@ def _add_norms(
     job = native.Norms(
         gram=table.gram.data_ptr(),
         scale=table.scale.data_ptr(),
+        bases=table.bases.data_ptr(),
         inner=pointer(inner),
         constants=pointer(constants),
         starts=pointer(starts),
         codes=codes.data_ptr(),
         norms=norms.data_ptr(),
         N=N,
-        K=len(table.gram),
+        T=len(table.gram),
         M=M,
         stride=codes.stride(0) if N > 1 else M,
         wide=codes.dtype == torch.int16,

@@ -32,11 +32,11 @@ _BLOCK = 1 << 21  # floats of pulls [n, M, D] at a time: more would be new memor
 def decode(codes: Tensor, codec: Parameters) -> Tensor:
     """The vectors [N, D] that codes [N, L] stand for: see `backends.torch.decode`; not differentiable."""
     codebook, scale, offset = _dense(codec)
-    codes = codes.to(torch.int64).contiguous()
+    chosen = codec.rows(codes).contiguous()
     decoded, isa = floats(len(codes), codebook.shape[1]), instruction_set()
 
     def work(_: int, rows: slice) -> None:
-        job = _job(None, codes[rows], codebook, scale, offset)
+        job = _job(None, chosen[rows], codebook, scale, offset)
         job.decoded = pointer(decoded[rows])
         native.decode_cpu(job, isa)
 
@@ -47,80 +47,80 @@ def decode(codes: Tensor, codec: Parameters) -> Tensor:
 def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredErrors:
     """The squared errors of x [N, D] after each level: see `backends.torch.squared_errors`; differentiable once."""
     with torch.autocast("cpu", enabled=False):
-        return SquaredErrors(*_SquaredErrors.apply(*graphless(x, *codec.tensors()), commitment))
+        return SquaredErrors(*_SquaredErrors.apply(*graphless(x, *codec.tensors()), codec.groups, commitment))
 
 
 class _SquaredErrors(torch.autograd.Function):
     """Keeps the codes and forms the residuals again for the gradients: M N D operations beside N K D for the codes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, commitment: float) -> Any:
-        """(errors [N, M], codes [N, M] int64)."""
-        codec = Parameters(codebook, scale, offset)
+    def forward(ctx: Any, x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, *settings: Any) -> Any:
+        """(errors [N, M], codes [N, M] int64); settings: groups, commitment."""
+        groups, ctx.commitment = settings
+        codec = Parameters(codebook, scale, offset, groups)
         codes = encode(x, codec, 1, None).long()
-        dense, isa = _dense(codec), instruction_set()
+        dense, isa, chosen = _dense(codec), instruction_set(), codec.rows(codes)
         errors = floats(*codes.shape)
 
         def work(_: int, rows: slice) -> None:
             h = centred(x[rows], offset)
-            job = _job(h, codes[rows], *dense)
+            job = _job(h, chosen[rows], *dense)
             job.errors = pointer(errors[rows])
             native.squared_errors_cpu(job, isa)
 
         in_threads(work, len(x))
-        ctx.save_for_backward(x, codebook, scale, offset, codes)
-        ctx.commitment = commitment
+        ctx.save_for_backward(x, codebook, scale, offset, chosen)
         ctx.mark_non_differentiable(codes)
-        return errors.mul_(1 + commitment), codes
+        return errors.mul_(1 + ctx.commitment), codes
 
     @staticmethod
     def backward(ctx: Any, derrors: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, codebook, scale and offset."""
         refuse_second_derivatives("squared_errors", "native")
-        x, codebook, scale, offset, codes = ctx.saved_tensors
+        x, codebook, scale, offset, chosen = ctx.saved_tensors
         dense, isa = _dense(Parameters(codebook, scale, offset)), instruction_set()
-        dx, dscale = floats(len(x), codebook.shape[1]), floats(*codes.shape)
+        dx, dscale = floats(len(x), codebook.shape[1]), floats(*chosen.shape)
         derrors = derrors.float().contiguous()
 
         def pull(rows: slice, pulls: Tensor) -> None:
             h = centred(x[rows], offset)
-            job = _job(h, codes[rows], *dense)
+            job = _job(h, chosen[rows], *dense)
             job.derrors, job.pulls, job.dscale = pointer(derrors[rows]), pointer(pulls), pointer(dscale[rows])
             native.pulls_cpu(job, isa)
             dx[rows] = pulls[:, 0]
 
         dcodebook = None
         if ctx.needs_input_grad[1]:
-            dcodebook = _summed_by_codeword(codes, dense, pull).to(codebook.dtype)
+            dcodebook = _summed_by_codeword(chosen, dense, pull).to(codebook.dtype)
         else:
-            list(_pulled(codes, dense, pull))  # for dx and dscale alone
+            list(_pulled(chosen, dense, pull))  # for dx and dscale alone
         doffset = None if offset is None else dx.sum(dim=0, dtype=torch.float64).to(offset.dtype)
         of_scale = dscale.sum(dim=0, dtype=torch.float64).to(scale.dtype)
-        return dx.mul_(-ctx.commitment).to(x.dtype), dcodebook, of_scale, doffset, None
+        return dx.mul_(-ctx.commitment).to(x.dtype), dcodebook, of_scale, doffset, None, None
 
 
 @torch.no_grad()
 def codeword_sums(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) -> CodewordSums:
     """What a step of k-means adds up for each codeword: see `backends.torch.codeword_sums`; not differentiable."""
     dense, isa = _dense(codec), instruction_set()
-    codes, weights = codes.contiguous(), weights.float().contiguous()
+    chosen, weights = codec.rows(codes).contiguous(), weights.float().contiguous()
 
     def pull(rows: slice, pulls: Tensor) -> None:
         h = centred(x[rows], codec.offset)
-        job = _job(h, codes[rows], *dense)
+        job = _job(h, chosen[rows], *dense)
         job.weights, job.pulls = pointer(weights[rows]), pointer(pulls)
         native.own_pulls_cpu(job, isa)
 
-    sums = _summed_by_codeword(codes, dense, pull)
-    return CodewordSums(sums, definition.codeword_mass(codes, dense[1], weights, len(sums)))
+    sums = _summed_by_codeword(chosen, dense, pull)
+    return CodewordSums(sums, definition.codeword_mass(chosen, dense[1], weights, len(sums)))
 
 
-def _summed_by_codeword(codes: Tensor, dense: _Dense, pull: _Pull) -> Tensor:
-    """[K, D]: scale[m] pulls[n, m] added up by codes [N, M], in the order of the rows."""
+def _summed_by_codeword(chosen: Tensor, dense: _Dense, pull: _Pull) -> Tensor:
+    """[K, D]: scale[m] pulls[n, m] added up by rows of the codebook, chosen [N, M], in the order of the vectors."""
     (K, D), isa = dense[0].shape, instruction_set()
     sums, starts = floats(K, D).zero_(), torch.empty(K + 1, dtype=torch.int64, device="cpu")
-    for block, pulls in _pulled(codes, dense, pull):
-        job, places = _job(None, codes[block], *dense), torch.empty_like(codes[block])
+    for block, pulls in _pulled(chosen, dense, pull):
+        job, places = _job(None, chosen[block], *dense), torch.empty_like(chosen[block])
         job.pulls, job.dcodebook = pointer(pulls), pointer(sums)
 
         def add(_: int, words: slice, job: _C.Squared = job, places: Tensor = places) -> None:
@@ -131,9 +131,9 @@ def _summed_by_codeword(codes: Tensor, dense: _Dense, pull: _Pull) -> Tensor:
     return sums
 
 
-def _pulled(codes: Tensor, dense: _Dense, pull: _Pull) -> Iterator[tuple[slice, Tensor]]:
-    """Blocks of rows and their pulls [n, M, D], in memory that all blocks share."""
-    D, (N, M) = dense[0].shape[1], codes.shape
+def _pulled(chosen: Tensor, dense: _Dense, pull: _Pull) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of vectors and their pulls [n, M, D], in memory that all blocks share."""
+    D, (N, M) = dense[0].shape[1], chosen.shape
     step = max(1, _BLOCK // (M * D))
     pulls = floats(min(step, N), M, D)
     native.large_pages(pointer(pulls), pulls.nbytes)
@@ -157,8 +157,9 @@ def _dense(codec: Parameters) -> _Dense:
     )
 
 
-def _job(h: Tensor | None, codes: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> _C.Squared:
-    """Of centred vectors h [n, D] and their codes [n, M]; the caller keeps all tensors alive."""
-    (K, D), (N, M) = codebook.shape, codes.shape
+def _job(h: Tensor | None, chosen: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None) -> _C.Squared:
+    """Of centred vectors h [n, D] and the rows of the codebook that they chose, [n, M]; the caller keeps all tensors
+    alive."""
+    (K, D), (N, M) = codebook.shape, chosen.shape
     addresses = {"x": pointer(h), "codebook": pointer(codebook), "scale": pointer(scale), "offset": pointer(offset)}
-    return native.Squared(**addresses, codes=pointer(codes), N=N, D=D, K=K, M=M)
+    return native.Squared(**addresses, codes=pointer(chosen), N=N, D=D, K=K, M=M)

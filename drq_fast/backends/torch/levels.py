@@ -1,8 +1,9 @@
 """The operations that go through the levels: encoding, decoding, errors and losses.
 
-Symbols are the paper's: x [N, D] vectors, codebook [K, D], scale [M] one factor per level, gamma the sharpness of the
-soft assignment, codes [N, M], offset [D] or None. Codes [N, L] with L < M are prefixes. Arguments are taken as checked
-(see `functional`). 16-bit floats are computed in float32, autocast is off inside. docs/math.md has the formulas.
+Symbols are the paper's: x [N, D] vectors, codebook [G * K, D], scale [M] one factor per level, gamma the sharpness of
+the soft assignment, codes [N, M] in 0..K-1, offset [D] or None. Codes [N, L] with L < M are prefixes. Arguments are
+taken as checked (see `functional`). 16-bit floats are computed in float32, autocast is off inside. docs/math.md has the
+formulas.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Level(NamedTuple):
     soft: Tensor
 
 
-OneLevel = Callable[[int, Tensor, Tensor, Tensor], Level]  # m, h [N, D], codebook [K, D], scale[m] -> level m of h
+OneLevel = Callable[[int, Tensor, Tensor, Tensor], Level]  # m, h [N, D], its codewords [K, D], scale[m] -> level m
 
 
 def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor, level: OneLevel | None = None) -> Quantized:
@@ -38,9 +39,9 @@ def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor, level: OneLeve
     level: another backend's, which computes the same.
     """
     with torch.autocast(x.device.type, enabled=False):
-        h, codebook, scale, offset = _centred(x, codec)
-        levels = list(_levels(h, codebook, scale, level or _level_with(gamma)))
-        shift = 0 if offset is None else offset
+        h, codec = _centred(x, codec)
+        levels = list(_levels(h, codec, level or _level_with(gamma)))
+        shift = 0 if codec.offset is None else codec.offset
         soft = sum((found.soft for found in levels), torch.zeros_like(h)) + shift
         hard = sum((found.hard for found in levels), torch.zeros_like(h)) + shift
         return Quantized(soft.to(x.dtype), hard.to(x.dtype), torch.stack([found.codes for found in levels], dim=1))
@@ -52,10 +53,10 @@ def distortion(x: Tensor, codec: Parameters, gamma: float | Tensor, level: OneLe
     level: another backend's, which computes the same.
     """
     with torch.autocast(x.device.type, enabled=False):
-        h, codebook, scale, _ = _centred(x, codec)
+        h, codec = _centred(x, codec)
         hard_error, soft_error = h, h
         hard, soft, joint, codes = [], [], [], []
-        for found in _levels(h, codebook, scale, level or _level_with(gamma)):
+        for found in _levels(h, codec, level or _level_with(gamma)):
             hard_error = hard_error - found.hard
             soft_error = soft_error - found.soft
             hard.append(_norm(hard_error))
@@ -107,12 +108,13 @@ def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredEr
     The codec is drawn to x, and x to what its code stands for, `commitment` times as much.
     """
     with torch.autocast(x.device.type, enabled=False):
-        x, codebook, scale, offset = widened(x, *codec.tensors())
+        x, codec = _widened(x, codec)
+        offset = codec.offset
         with torch.no_grad():
-            codes = _encode_greedy(x if offset is None else x - offset, codebook, scale)
+            codes = _encode_greedy(x if offset is None else x - offset, codec)
         x_hat, errors = torch.zeros_like(x) if offset is None else offset.expand(x.shape), []
-        for m, s in enumerate(scale.unbind()):
-            x_hat = x_hat + s * codebook[codes[:, m]]
+        for m, s in enumerate(codec.scale.unbind()):
+            x_hat = x_hat + s * codec.words(m)[codes[:, m]]
             of_codec = (x.detach() - x_hat).square().sum(dim=1)
             of_x = (x - x_hat.detach()).square().sum(dim=1)
             errors.append(of_codec + commitment * of_x)
@@ -121,26 +123,27 @@ def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredEr
 
 @torch.no_grad()
 def codeword_sums(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) -> CodewordSums:
-    """What a step of k-means adds up for each codeword, over the places (n, m) of codes [N, M] that have it.
+    """What a step of k-means adds up for each row of the codebook, over the places (n, m) of codes [N, M] that have it.
 
     sums[k] = sum of weights[n, m] scale[m] h_{m+1}, the residual after level m, and mass[k] = sum of weights[n, m]
     scale[m]^2: codebook + sums / mass minimises the weighted sum of ||h_m - scale[m] C[b_m]||^2, given h. Vectors of x
     [N, D] whose weights [N, M] are 0 may hold anything.
     """
     with torch.autocast(x.device.type, enabled=False):
+        rows = codec.rows(codes)
         x, codebook, scale, offset, weights = widened(x, *codec.tensors(), weights)
         h, sums = x if offset is None else x - offset, torch.zeros_like(codebook)
         for m, s in enumerate(scale.unbind()):
-            h = h - s * codebook[codes[:, m]]
+            h = h - s * codebook[rows[:, m]]
             pulls = (s * weights[:, m, None]) * h
-            sums = sums.index_add(0, codes[:, m], torch.where(weights[:, m, None] == 0, 0, pulls))
-        return CodewordSums(sums, codeword_mass(codes, scale, weights, len(codebook)))
+            sums = sums.index_add(0, rows[:, m], torch.where(weights[:, m, None] == 0, 0, pulls))
+        return CodewordSums(sums, codeword_mass(rows, scale, weights, len(codebook)))
 
 
-def codeword_mass(codes: Tensor, scale: Tensor, weights: Tensor, K: int) -> Tensor:
-    """[K]: weights[n, m] scale[m]^2 added up by codes [N, M]."""
-    mass = scale.new_zeros(K, dtype=torch.float64)
-    return mass.index_add(0, codes.flatten(), (weights * scale.square()).flatten().double()).to(scale.dtype)
+def codeword_mass(rows: Tensor, scale: Tensor, weights: Tensor, count: int) -> Tensor:
+    """[count]: weights[n, m] scale[m]^2 added up by rows [N, M] of the codebook."""
+    mass = scale.new_zeros(count, dtype=torch.float64)
+    return mass.index_add(0, rows.flatten(), (weights * scale.square()).flatten().double()).to(scale.dtype)
 
 
 def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Tensor:
@@ -149,13 +152,28 @@ def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Ten
     A path is judged by sum_m omega[m] * d_m^2, all levels alike if omega is None; `beam=1` is greedy.
     """
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        h, codebook, scale, _ = _centred(x, codec)
-        rows = max(1, _MAX_SCORES // (beam * max(codebook.shape)))  # of [rows, beam, K] or [rows, beam, D] at a time
+        h, codec = _centred(x, codec)
+        K, D = codec.codewords, h.shape[1]
+        rows = max(1, _MAX_SCORES // (beam * max(K, D)))  # of [rows, beam, K] or [rows, beam, D] at a time
         if beam == 1:
-            parts = [_encode_greedy(part, codebook, scale) for part in h.split(rows)]
+            parts = [_encode_greedy(part, codec) for part in h.split(rows)]
         else:
-            parts = [_encode_beam(part, codebook, scale, beam, omega) for part in h.split(rows)]
-        return torch.cat(parts).to(code_dtype(len(codebook)))
+            parts = [_encode_beam(part, codec, beam, omega) for part in h.split(rows)]
+        return torch.cat(parts).to(code_dtype(K))
+
+
+def encode_by_groups(h: Tensor, codec: Parameters, encode_group: Callable[[Tensor, Parameters], Tensor]) -> Tensor:
+    """Greedy codes [N, M] of centred h [N, D]: each group of levels encodes what the groups before it left over.
+
+    encode_group: a backend's, for levels that share their codewords.
+    """
+    first, *others = codec.apart()
+    before, codes = first, [encode_group(h, first)]
+    for group in others:
+        h = h - decode(codes[-1], before)
+        codes.append(encode_group(h, group))
+        before = group
+    return torch.cat(codes, dim=1)
 
 
 def code_dtype(K: int) -> torch.dtype:
@@ -167,7 +185,7 @@ def decode(codes: Tensor, codec: Parameters, lengths: Tensor | None = None) -> T
     """The vectors [N, D] that codes [N, L] stand for, or the first lengths [N] levels of each; differentiable."""
     with torch.autocast(codec.codebook.device.type, enabled=False):
         codebook, scale, offset = widened(*codec.tensors())
-        first, *others = codes.long().unbind(dim=1)
+        first, *others = codec.rows(codes).unbind(dim=1)
         x_hat = scale[0] * codebook[first]
         for m, column in enumerate(others, start=1):
             level = scale[m] * codebook[column]
@@ -177,10 +195,10 @@ def decode(codes: Tensor, codec: Parameters, lengths: Tensor | None = None) -> T
         return x_hat.to(codec.codebook.dtype)
 
 
-def _levels(h: Tensor, codebook: Tensor, scale: Tensor, level: OneLevel) -> Iterator[Level]:
+def _levels(h: Tensor, codec: Parameters, level: OneLevel) -> Iterator[Level]:
     """The recurrence of the paper: each level quantizes what the hard choices before it left over."""
-    for m, s in enumerate(scale.unbind()):
-        found = level(m, h, codebook, s)
+    for m, s in enumerate(codec.scale.unbind()):
+        found = level(m, h, codec.words(m), s)
         yield found
         h = h - found.hard
 
@@ -201,24 +219,25 @@ def _key(h: Tensor, codebook: Tensor, s: Tensor) -> Tensor:
     return s * s * codebook.square().sum(dim=1) - 2 * s * (h @ codebook.T)
 
 
-def _encode_greedy(h: Tensor, codebook: Tensor, scale: Tensor) -> Tensor:
+def _encode_greedy(h: Tensor, codec: Parameters) -> Tensor:
     codes = []
-    for s in scale.unbind():
-        codes.append(_key(h, codebook, s).argmin(dim=1))
-        h = h - s * codebook[codes[-1]]
+    for m, s in enumerate(codec.scale.unbind()):
+        codes.append(_key(h, codec.words(m), s).argmin(dim=1))
+        h = h - s * codec.words(m)[codes[-1]]
     return torch.stack(codes, dim=1)
 
 
-def _encode_beam(h: Tensor, codebook: Tensor, scale: Tensor, beam: int, omega: Tensor | None) -> Tensor:
+def _encode_beam(h: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Tensor:
     """Keeps the `beam` best paths [N, B] after each level, sorted by code, so that ties go to the smaller code."""
-    N, K, M = len(h), len(codebook), len(scale)
+    N, K, M = len(h), codec.codewords, len(codec.scale)
     omega = torch.ones(M, dtype=h.dtype, device=h.device) if omega is None else omega.to(h)
     tail = still_to_come(omega)
     residual = h[:, None]  # [N, B, D]
     paid = h.new_zeros(N, 1)  # [N, B]
     codes = torch.empty(N, 1, 0, dtype=torch.int64, device=h.device)
-    for m, s in enumerate(scale.unbind()):
-        error = residual.square().sum(dim=2, keepdim=True) + _key(residual, codebook, s)  # d^2 [N, B, K]
+    for m, s in enumerate(codec.scale.unbind()):
+        words = codec.words(m)
+        error = residual.square().sum(dim=2, keepdim=True) + _key(residual, words, s)  # d^2 [N, B, K]
         key = (paid[:, :, None] + error * tail[m]).flatten(1)
         width = 1 if m == M - 1 else beam
         chosen = key.sort(dim=1, stable=True).indices[:, :width].sort(dim=1).values  # [N, B'], in order of the code
@@ -226,7 +245,7 @@ def _encode_beam(h: Tensor, codebook: Tensor, scale: Tensor, beam: int, omega: T
         paid = paid.gather(1, parent) + omega[m] * error.flatten(1).gather(1, chosen)
         rows = torch.arange(N, device=h.device)[:, None]
         codes = torch.cat([codes[rows, parent], codeword[:, :, None]], dim=2)
-        residual = residual[rows, parent] - s * codebook[codeword]
+        residual = residual[rows, parent] - s * words[codeword]
     return codes[:, 0]
 
 
@@ -235,10 +254,15 @@ def still_to_come(omega: Tensor) -> Tensor:
     return omega.flip(0).cumsum(0).flip(0).clamp_min(FLOOR * float(omega.sum()))
 
 
-def _centred(x: Tensor, codec: Parameters) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """(x - offset, codebook, scale, offset) in one dtype."""
+def _centred(x: Tensor, codec: Parameters) -> tuple[Tensor, Parameters]:
+    """(x - offset, codec) in one dtype."""
+    x, codec = _widened(x, codec)
+    return (x if codec.offset is None else x - codec.offset), codec
+
+
+def _widened(x: Tensor, codec: Parameters) -> tuple[Tensor, Parameters]:
     x, codebook, scale, offset = widened(x, *codec.tensors())
-    return (x if offset is None else x - offset), codebook, scale, offset
+    return x, Parameters(codebook, scale, offset, codec.groups)
 
 
 def widened(*tensors: Tensor | None) -> tuple:  # type: ignore[type-arg]  # as many tensors as came in

@@ -18,16 +18,17 @@ _MAX_SCORES = 1 << 22  # numbers that a search holds at a time
 _MAX_GRAM = 8192  # codewords up to which their inner products K x K are formed
 
 
-def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
-    """sums [Q, N] = <q, xhat_n>: the terms fl(scale[m] * T[b_m]) added level by level, without fused multiply-add.
+def lookup(table: Tensor, rows: Tensor, scale: Tensor) -> Tensor:
+    """sums [Q, N] = <q, xhat_n>: the terms fl(scale[m] * T[rows_m]) added level by level, without fused multiply-add.
 
-    codes [N, M] are the same for all queries, codes [Q, N, M] are each query's own.
+    rows [N, M] of the codebook are the same for all queries, rows [Q, N, M] are each query's own.
     """
-    terms = [_entries(scale[m] * table, codes[..., m].long()) for m in range(codes.shape[-1])]
+    terms = [_entries(scale[m] * table, rows[..., m]) for m in range(rows.shape[-1])]
     return reduce(torch.add, terms)
 
 
 def _entries(table: Tensor, columns: Tensor) -> Tensor:
+    columns = columns.long()
     return table[:, columns] if columns.ndim == 1 else table.gather(1, columns)
 
 
@@ -76,9 +77,9 @@ def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Ten
         query, codebook, scale, offset, norms = widened(query, *codec.tensors(), norms)
         codes = numbers(codes)
         prepared = prepare(query, codebook, offset, metric)
-        sums = lookup(prepared.table, codes, scale)  # <q, xhat>
+        sums = lookup(prepared.table, codec.rows(codes), scale)  # <q, xhat>
         if metric != "ip" and norms is None:
-            wide = Parameters(codebook, scale, offset)
+            wide = Parameters(codebook, scale, offset, codec.groups)
             norms = squared_norms(codes.flatten(0, -2), wide, metric).view(codes.shape[:-1])
         return scores_of(sums, norms, prepared, metric)
 
@@ -100,7 +101,8 @@ def search(
         database = database.rows(candidates)
     codes, codec, metric, norms = database.codes, database.codec, database.metric, database.norms
     if metric != "ip" and norms is None:
-        norms = squared_norms(codes, Parameters(*widened(query, *codec.tensors())[1:]), metric)
+        _, codebook, scale, offset = widened(query, *codec.tensors())
+        norms = squared_norms(codes, Parameters(codebook, scale, offset, codec.groups), metric)
 
     def best(some: Tensor) -> SearchResult:
         scores = adc(some, codes, codec, metric, norms)
@@ -185,7 +187,7 @@ def search_given_lists(
         rows = (wanted if database.keep is None else wanted & database.keep).nonzero().squeeze(1)
         lengths = None if prepared.lengths is None else prepared.lengths[q : q + 1]
         own = Prepared(prepared.table[q : q + 1], constants[q : q + 1, list_of[rows]], lengths)
-        sums = lookup(own.table, numbers(database.codes[rows]), scale)
+        sums = lookup(own.table, codec.rows(numbers(database.codes[rows])), scale)
         scores = scores_of(sums, None if norms is None else norms[rows].to(sums.dtype), own, metric)
         order = rank(scores.detach(), k, metric)
         found.append(pad_result(scores.gather(1, order), rows[order], k, metric))
@@ -204,30 +206,30 @@ def squared_norms(codes: Tensor, codec: Parameters, metric: str, lists: Lists | 
         codebook, scale, offset = widened(*codec.tensors())
         shift, codes = (offset if metric == "cosine" else None), numbers(codes)
         if len(codebook) > _MAX_GRAM:
-            shifted = Parameters(codebook, scale, shift)
+            shifted = Parameters(codebook, scale, shift, codec.groups)
             return (
                 _squared_norms_of_distinct(codes, shifted) if lists is None else _decoded_norms(codes, shifted, lists)
             )
-        total = _gram_sums(codes, codebook, scale)
+        rows = codec.rows(codes)
+        total = _gram_sums(rows, codebook, scale)
         if lists is not None:
             for part in inverted.shifts_of(Parameters(codebook, scale, offset), metric, lists):
                 own = lists.of(torch.arange(part.begin, part.end, device=codes.device)) - part.first
-                for i, b_i in enumerate(codes[part.begin : part.end].long().unbind(dim=1)):
+                for i, b_i in enumerate(rows[part.begin : part.end].unbind(dim=1)):
                     total[part.begin : part.end] += scale[i] * part.inner[own, b_i]
                 total[part.begin : part.end] += part.constants[own]
         elif shift is not None:
             inner = 2 * (codebook @ shift)
-            for i, b_i in enumerate(codes.long().unbind(dim=1)):
+            for i, b_i in enumerate(rows.unbind(dim=1)):
                 total = total + scale[i] * inner[b_i]
             total = total + shift @ shift
         return total
 
 
-def _gram_sums(codes: Tensor, codebook: Tensor, scale: Tensor) -> Tensor:
-    """||sum_m scale[m] C[b_m]||^2 [N] from inner products of codewords."""
-    gram = codebook @ codebook.T
-    columns = [column.long() for column in codes.unbind(dim=1)]
-    total = torch.zeros(len(codes), dtype=codebook.dtype, device=codebook.device)
+def _gram_sums(rows: Tensor, codebook: Tensor, scale: Tensor) -> Tensor:
+    """||sum_m scale[m] C[rows_m]||^2 [N] from inner products of codewords."""
+    gram, columns = codebook @ codebook.T, rows.unbind(dim=1)
+    total = torch.zeros(len(rows), dtype=codebook.dtype, device=codebook.device)
     for i, b_i in enumerate(columns):
         for j, b_j in enumerate(columns[:i]):
             total = total + (2 * scale[i] * scale[j]) * gram[b_i, b_j]
