@@ -43,6 +43,7 @@ class Storage:
     """The rows of an index, with its codec, its metric and its lists."""
 
     _tuning: Tuning | None
+    _warned_of: Tuning | None = None  # that it was measured with another number of vectors
 
     def _take(self, codec: Codec, metric: str, coarse: Coarse | None, rows: Rows, mapped: file.Mapped | None) -> None:
         self._codec, self._metric, self._coarse = codec, metric, coarse
@@ -150,7 +151,7 @@ class Storage:
     def vectors(self) -> str | None:
         """How the vectors are kept beside their codes: "float32", "float16", "int8", or None if they are not."""
         kept = self._rows.content.vectors
-        return None if kept is None else str(kept.dtype).removeprefix("torch.")
+        return None if kept is None else checks.dtype_of(kept)
 
     @property
     def lists(self) -> int | None:
