@@ -275,7 +275,7 @@ def step(N, D, K, M, **options):
 @pytest.mark.parametrize("loss", ["paper", "squared"])
 @pytest.mark.parametrize(("N", "D", "K", "M"), [(16384, 512, 256, 8), (8192, 2048, 256, 4), (8192, 256, 1024, 4)])
 def test_memory_of_a_training_step(tmp_path, N, D, K, M, loss, offset):
-    """Nothing of size N K M or N D M. The running averages of the squared loss hold x - offset and its rows that count."""
+    """Nothing of size N K M or N D M. With running averages: x - offset and, of that, the rows that count."""
     (tmp_path / "job.py").write_text(JOB)
     sizes = json.dumps({"N": N, "D": D, "K": K, "M": M, "loss": loss, "offset": offset})
     command = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), str(tmp_path / "job.py"), "step", sizes]

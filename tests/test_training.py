@@ -252,7 +252,7 @@ def test_backward_twice_adds_up_and_what_it_cannot_do_is_refused(codec, op, K):
     once = leaf.grad.clone()
     value.backward(retain_graph=True)
     assert torch.equal(leaf.grad, 2 * once)
-    with pytest.raises(RuntimeError, match=rf"^{op.__name__}: the native backend has no second .*; backend=.torch. has"):
+    with pytest.raises(RuntimeError, match=rf"^{op.__name__}: the native backend has no second .*; backend="):
         torch.autograd.grad(value, leaf, create_graph=True)
     with pytest.raises(BackendUnavailable, match="an input is float64"):
         op(x.double(), codebook, scale, gamma=1.0, backend="native")

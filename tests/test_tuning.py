@@ -67,7 +67,7 @@ def test_fewer_neighbours_are_found_as_often(index, x, k):
 
 
 def test_more_neighbours_need_another_measurement(index, x):
-    with pytest.raises(ValueError, match="k must be at most 10 with recall, unless `tune` measures more neighbours"):
+    with pytest.raises(ValueError, match="k must be at most 10 where a recall is asked for, unless `tune`"):
         index.search(x[:1], k=11, recall=0.5)
     other = copy.deepcopy(index)
     other.tune(x[:100], k=20)
@@ -80,8 +80,9 @@ def test_an_index_of_another_size_is_searched_as_it_was_measured_with_one_warnin
     changed = copy.deepcopy(index)
     change(changed, x)
     setting = index.tuning.cheapest(0.5, 10)
-    size = f"recall was measured with 5,000 vectors, and the index has {len(changed):,} now, so less may be found"
-    with pytest.warns(UserWarning, match=rf"^search: {size}; call index\.tune\(queries\) or `drq-fast tune`\.$") as said:
+    size = f"recall was measured with 5,000 vectors, and the index has {len(changed):,} now"
+    words = rf"^search: {size}, so less may be found; call index\.tune\(queries\) or `drq-fast tune`\.$"
+    with pytest.warns(UserWarning, match=words) as said:
         found = changed.search(x[:5], recall=0.5).ids
     assert said[0].filename == __file__
     assert torch.equal(found, changed.search(x[:5], probes=setting.probes, refine=setting.refine).ids)
@@ -169,5 +170,8 @@ def test_few_queries_are_warned_of(index, x):
 
 def test_codes_alone_are_measured_for_one_k(x):
     index = Index.build(x[:3000], bits=16, seed=0)
-    with pytest.raises(ValueError, match="k must be 10 with recall, which was measured for that by codes alone, got 5"):
+    with pytest.raises(ValueError, match="k must be 10 where a recall is asked for, as codes alone were measured"):
         index.search(x[:2], k=5, recall=0.1)
+    words = r"the highest that was measured by codes alone \(an index that keeps vectors finds more\), got 0\.99"
+    with pytest.raises(ValueError, match=words):
+        index.search(x[:2], recall=0.99)

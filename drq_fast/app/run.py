@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -164,17 +164,13 @@ class Run:
             raise type(error)(f"run: {self.folder} cannot be made: {error.strerror or error}.") from error
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise PermissionError(f"run: {self.folder} cannot be written to.")
-        lock = self.folder / ".lock"
+        path = self.folder / ".lock"
         try:
-            file = files.open_regular(lock, "a", follow=False)
+            file = files.open_regular(path, "a", follow=False)
         except OSError as error:
-            raise type(error)(f"run: {lock} cannot be opened: {error.strerror or error}.") from error
+            raise type(error)(f"run: {path} cannot be opened: {error.strerror or error}.") from error
         with file:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    raise BlockingIOError(f"run: another process is writing to {self.folder}.") from error
+            lock(file, self.folder)
             files.remove_remains(self.folder)
             yield
 
@@ -362,6 +358,15 @@ class Run:
     def fingerprint(self) -> str:
         """The checksum of the model, read from the header of its file."""
         return files.fingerprint(self.model, "quantizer")
+
+
+def lock(file: IO[Any], path: Path) -> None:
+    """Locks an open file until it is closed; BlockingIOError, which names `path`, if another process has done so."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise BlockingIOError(f"run: another process is writing to {path}.") from error
 
 
 def vacant(path: Path, force: bool, what: str = "") -> None:

@@ -57,7 +57,7 @@ class Tuning(NamedTuple):
     def cheapest(self, recall: float, k: int) -> Setting:
         """The cheapest setting that reached a recall, for k results."""
         if k > self.k:
-            checks.fail("search", "k", f"at most {self.k} with recall, unless `tune` measures more neighbours", k)
+            checks.fail("search", "k", f"at most {self.k} where a recall is asked for, unless `tune` measures more", k)
         # Other queries find a little less or more, so a tenth of what is missing to 1 is added if it can be had.
         for wanted in (recall + (1 - recall) / 10, recall):
             first = bisect_left(self.settings, wanted, key=lambda each: each.recall)
@@ -67,8 +67,12 @@ class Tuning(NamedTuple):
                     return setting
         usable = [each.recall for each in self.settings if each.refine is not None or k == self.k]
         if not usable:
-            checks.fail("search", "k", f"{self.k} with recall, which was measured for that by codes alone", k)
-        checks.fail("search", "recall", f"at most {max(usable):.4f}, the highest that was measured", recall)
+            checks.fail(
+                "search", "k", f"{self.k} where a recall is asked for, as codes alone were measured for that", k
+            )
+        by_codes = all(each.refine is None for each in self.settings)
+        how = " by codes alone (an index that keeps vectors finds more)" if by_codes else ""
+        checks.fail("search", "recall", f"at most {max(usable):.4f}, the highest that was measured{how}", recall)
 
     def as_json(self) -> dict[str, Any]:
         """What a file holds."""
