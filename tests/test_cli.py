@@ -164,7 +164,7 @@ def test_the_papers_way(shell):
     shell.ok("index", "run")
     assert len(shell.ok("search", "run").splitlines()) == 15
     assert Index.load("run/index.drq").metric == "ip"
-    assert "exists already" in shell.refused(*command)
+    assert "run holds a run already" in shell.refused(*command)
     said = shell.refused(*command, "--margin", "0.25")
     assert "margin is 0.5 there and 0.25 here" in said
     shell.ok(*command, "--margin", "0.25", "--force")
@@ -195,8 +195,8 @@ def test_nothing_is_replaced_unasked(shell):
     shell.ok("evaluate", "run", "--queries", "q.npy")
     Path("found.npz").write_bytes(b"mine")
     before = shell.tree()
+    assert "run holds a run already; --force replaces" in shell.refused("fit", "run", "x.npy", *shell.FIT)
     for command in (
-        ["fit", "run", "x.npy", *shell.FIT],
         ["encode", "run", "x.npy"],
         ["index", "run"],
         ["evaluate", "run", "--queries", "q.npy"],
@@ -209,6 +209,8 @@ def test_nothing_is_replaced_unasked(shell):
 WRONG = [
     (["fit", "new", "missing.npy"], "missing.npy cannot be read: No such file"),
     (["fit", "new", "text.npy"], "text.npy is not a complete .npy file"),
+    (["fit", "new", "objects.npy"], "objects.npy must hold numbers, got Python objects (dtype object)"),
+    (["fit", "new", "flags.npy"], "flags.npy must hold numbers [N, D] with N and D of at least 1, got bool [3000, 16]"),
     (["fit", "new", "cut.npy"], "cut.npy is not a complete .npy file"),
     (["fit", "new", "flat.npy"], "must hold numbers [N, D]"),
     (["fit", "new", "labelled.npz"], "is an archive of arrays"),
@@ -235,7 +237,7 @@ WRONG = [
     (["train", "new", "--data", "labelled.npz", "--words", "missing.txt"], "missing.txt cannot be read"),
     (["train", "new", "--data", "labelled.npz", "--config", "typo.json"], "setting 'margn', did you mean margin?"),
     (["train", "new", "--data", "labelled.npz", "--config", "x.npy"], "x.npy is not JSON"),
-    (["train", "run", "--data", "labelled.npz", *TRAIN], "run/config.json of another run (ablation is None there"),
+    (["train", "run", "--data", "labelled.npz", *TRAIN], "run holds another run (ablation is None there"),
     (["train", "/proc/run", "--data", "labelled.npz", *TRAIN], "/proc/run cannot be made"),
     (["report", "new"], "new does not exist"),
 ]  # fmt: skip
@@ -283,6 +285,8 @@ def test_bad_input_is_one_sentence(shell, code, arguments, said):
     Path("text.npy").write_text("not an array")
     Path("cut.npy").write_bytes(Path("x.npy").read_bytes()[:5000])
     np.save("flat.npy", x[0])
+    np.save("flags.npy", x > 0)
+    np.save("objects.npy", x[:2].astype(object))
     np.save("narrow.npy", x[:, :3].copy())
     np.save("columns.npy", np.asfortranarray(x))
     np.save("nan.npy", np.where(np.arange(3000)[:, None] == 11, np.nan, x))

@@ -15,8 +15,9 @@ import numpy as np
 from .. import __version__, checks, files
 from ..codes import bits
 from ..files import FileError
-from ..fit import sample_size
+from ..fit import sample_size, seeded
 from ..index import Index
+from ..index.source import sample_of
 from ..quantizer import RecurrentQuantizer
 from ..retrieval.experiment import Experiment, ItemSource, side
 from ..retrieval.settings import Config, Settings
@@ -31,7 +32,7 @@ from .indexes import build as build
 from .indexes import remove as remove
 from .indexes import tune as tune
 from .options import nearest
-from .run import Run, Source, vacant
+from .run import Encodable, Run, vacant
 from .vectors import VectorFiles
 
 
@@ -55,7 +56,7 @@ def fit(options: argparse.Namespace) -> Result:
     run.all_vacant(options.force)
     default = sample_size(layer.codewords)
     sample = default if options.sample is None else checks.integer("fit", "sample", options.sample, 1)
-    x = vectors.sample(sample, seed)
+    x = sample_of("fit", vectors, sample, seeded(seed))
     config = {
         "command": "fit",
         "vectors": [str(Path(name).resolve()) for name in options.vectors],
@@ -79,7 +80,7 @@ def encode(options: argparse.Namespace) -> Result:
     """`drq-fast encode`."""
     run = Run(options.folder)
     with run.locked_model() as layer:
-        source: Source
+        source: Encodable
         if options.vectors:
             source = VectorFiles(options.vectors)
             _not_inside(run, options.vectors)
@@ -316,11 +317,9 @@ def _make_way(run: Run, config: dict[str, Any], force: bool) -> None:
     differing = sorted(name for name in config if name not in _FACTS and there.get(name) != config[name])
     if not differing and not run.model.exists():
         return
-    if there and differing and not force:
-        name = differing[0]
-        what = f" of another run ({name} is {there.get(name)} there and {config[name]} here)"
-        run.vacant(run.config, force, what)
-    run.all_vacant(force)
+    name = differing[0] if there and differing else None
+    another = f"another run ({name} is {there.get(name)} there and {config[name]} here)" if name else "a run already"
+    run.all_vacant(force, another)
     run.forget(run.model, *run.of_training, *run.of_codes)
 
 

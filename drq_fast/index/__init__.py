@@ -76,7 +76,7 @@ class Index(Storage):
         codec = codec.to(checks.device("Index", device, codec.device))
         with modes.plain(codec.device):
             coarse = None if centroids is None else Coarse(_centroids(centroids, codec), codec)
-            codes = torch.empty(0, codec.levels, dtype=file.storage(codec.codewords), device=codec.device)
+            codes = torch.empty(0, codec.levels, dtype=file.code_dtype(codec.codewords), device=codec.device)
             lists = None if coarse is None else torch.empty(0, dtype=coarse.dtype, device=codec.device)
             kept = () if vectors is None else stored_vectors.empty(vectors, codec.dim, codec.device)
         self._take(codec, metric, coarse, no_rows(Content(codes, lists, *kept)), None)

@@ -160,7 +160,10 @@ class Storage:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The bytes of each part in memory: "codec", "centroids", and those of all vectors. A file has 8 per id."""
+        """The bytes of each part of what `save` writes, as in memory: "codec", "centroids", "codes", "vectors", ...
+
+        A file has 8 bytes per id. `nbytes` is more: it counts norms, look-up of ids, and room for rows to come.
+        """
         codec = self.codec
         shared = {"codec": sum(t.nbytes for t in (codec.codebook, codec.scale, codec.offset) if t is not None)}
         shared |= {} if self._coarse is None else {"centroids": self._coarse.centroids.nbytes}
@@ -181,7 +184,7 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, vectors, ids, norms, centroids and codec, with the room for rows to come.
+        """All bytes of the index: those of `sizes`, norms, look-up of ids, removed rows, and room for rows to come.
 
         Of an index that was loaded with `mmap`, codes and vectors count too, although they are on disk.
         """
@@ -288,9 +291,10 @@ class Storage:
         file.write(path, self.codec, self.metric, centroids, self._tuning, rows)
 
     def verify(self) -> None:
-        """After an mmap load: reads all codes and raises FileError if they are not what was saved.
+        """Reads the codes and vectors of an index that was loaded with `mmap`; FileError if the file has changed.
 
-        Adding to such an index, copying it, compacting it after many removals or saving it verifies it too.
+        Does nothing for any other index, whose file `load` has verified. Adding to a mapped index, copying it,
+        compacting it after many removals and saving it verify it too.
         """
         mapped = self._mapped
         if mapped is not None:

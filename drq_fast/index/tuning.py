@@ -31,7 +31,10 @@ _REFINED = 500.0  # codes that are scanned in the time that one candidate takes 
 
 
 class Setting(NamedTuple):
-    """What `search` is given, the share of the true neighbours that it found, and its cost in codes scanned."""
+    """What `search` is given, the share of the true neighbours that it found, and its cost.
+
+    The cost is an estimate of the time of a query, in codes scanned; a candidate that is scored again counts as 500.
+    """
 
     probes: int | None
     refine: int | None
