@@ -20,8 +20,8 @@ from .constants import METRICS as METRICS
 MAX_CODEWORDS = 65536
 MAX_BEAM = 4096  # wider beams have never been worth their memory
 SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal float32 numbers
-INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32)  # that vectors may consist of
 MAX_RESULTS = (1 << 31) - 1
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)  # which torch supports in few operations
 
 
 def fail(op: str, name: str, expected: str, actual: object, *, error: type[Exception] = ValueError) -> NoReturn:
@@ -31,6 +31,10 @@ def fail(op: str, name: str, expected: str, actual: object, *, error: type[Excep
 
 def shape_of(tensor: Tensor) -> str:
     return f"[{', '.join(str(size) for size in tensor.shape)}]"
+
+
+def dtype_of(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def tensor(op: str, name: str, value: Any) -> None:
@@ -255,8 +259,8 @@ def integers(op: str, name: str, value: Any) -> Tensor:
     """The tensor itself, or int64 for unsigned dtypes that torch supports in few operations."""
     tensor(op, name, value)
     if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
-        fail(op, name, "an integer tensor", value.dtype, error=TypeError)
-    if value.dtype not in (torch.uint16, torch.uint32, torch.uint64):
+        fail(op, name, "integers", dtype_of(value), error=TypeError)
+    if value.dtype not in _UNSIGNED:
         return value
     signed: Tensor = value.to(torch.int64)
     if value.dtype == torch.uint64 and not torch.compiler.is_compiling() and bool((signed < 0).any()):
@@ -297,7 +301,7 @@ def _from_numpy(op: str, name: str, value: np.ndarray) -> Tensor:
 def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
     """Vectors, or integers with `integer=True`, from a tensor or, without copying, a numpy array.
 
-    Vectors are floats, or integers of at most 32 bits: callers convert these, some rows at a time, as they do float16.
+    Vectors are floats or integers: callers convert these to float32, some rows at a time, as they do float16.
     """
     if type(value) is Tensor and value.dtype is torch.float32 and value.layout is torch.strided and not integer:
         return value  # what most calls of a search are given
@@ -308,10 +312,10 @@ def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
     if integer:
         return integers(op, name, value)
     tensor(op, name, value)
-    if value.dtype in (torch.uint16, torch.uint32):  # which torch supports in few operations
+    if value.dtype in _UNSIGNED:
         return value.to(torch.float32)
-    if not value.is_floating_point() and value.dtype not in INTEGERS:
-        fail(op, name, "floats or integers of at most 32 bits", value.dtype, error=TypeError)
+    if value.is_complex() or value.dtype == torch.bool:
+        fail(op, name, "floats or integers", dtype_of(value), error=TypeError)
     return value
 
 

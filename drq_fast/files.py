@@ -116,6 +116,8 @@ def read_array(op: str, path: str | os.PathLike[str], *, mmap: bool = False) -> 
     except OSError as error:
         raise _same_kind(error, f"{op}: {path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # numpy raises many kinds of errors for damaged files
+        if "Object arrays" in str(error):
+            raise FileError(f"{op}: {path} must hold numbers, got Python objects (dtype object).") from error
         raise FileError(f"{op}: {path} is not a complete .npy file of numbers.") from error
     if not isinstance(array, np.ndarray):
         raise FileError(f"{op}: {path} is an archive of arrays, not a .npy file.")

@@ -122,7 +122,7 @@ class SemanticIds:
     def find(self, prefix: str | Sequence[str] | Sequence[int] | Tensor | np.ndarray) -> Tensor:
         """The positions of the items whose codes start with `prefix` (codes or tokens), ascending, int64."""
         if isinstance(prefix, str) or (isinstance(prefix, Sequence) and prefix and isinstance(prefix[0], str)):
-            values = self.parse("".join(map(str, prefix)))
+            values = self._parsed("find", "prefix", "".join(map(str, prefix)))
         else:
             values = checks.id_array("find", "prefix", prefix).cpu()
         if values.ndim != 1 or len(values) > self.codec.levels:
@@ -149,13 +149,16 @@ class SemanticIds:
             if len({len(row) for row in parsed}) > 1:
                 checks.fail("parse", "tokens", "lists of one length", "several lengths")
             return torch.tensor(parsed, dtype=torch.int64)
-        text = "".join(map(str, tokens))
+        return self._parsed("parse", "tokens", "".join(map(str, tokens)))
+
+    def _parsed(self, op: str, name: str, text: str) -> Tensor:
+        """The codes [L] of tokens in one string; op and name: what an error calls them."""
         found = _TOKEN.findall(text)
         names = [_letters(m) for m in range(self.codec.levels)]
         right = [name for name, _ in found] == names[: len(found)] and not _TOKEN.sub("", text).strip()
         if not right or any(int(code) >= self.codec.codewords for _, code in found):
             expected = f"one of <a_0> to <a_{self.codec.codewords - 1}>, then one of the next level"
-            checks.fail("parse", "tokens", expected, repr(text))
+            checks.fail(op, name, expected, repr(text))
         return torch.tensor([int(code) for _, code in found], dtype=torch.int64)
 
     def metrics(

@@ -90,8 +90,8 @@ TYPE = [
     (lambda: F.quantize(X, C.long(), S, gamma=1), "quantize: codebook must be a float tensor, got torch.int64."),
     (lambda: F.encode(X, C, S, beam=1.0), "encode: beam must be an integer from 1 to 4096, got 1.0."),
     (lambda: F.encode(X, C, S, level_weights="ab"), "encode: level_weights must be 2 numbers, got 'ab'."),
-    (lambda: F.decode(B.float(), C, S), "decode: codes must be an integer tensor, got torch.float32."),
-    (lambda: F.decode(B.bool(), C, S), "decode: codes must be an integer tensor, got torch.bool."),
+    (lambda: F.decode(B.float(), C, S), "decode: codes must be integers, got float32."),
+    (lambda: F.decode(B.bool(), C, S), "decode: codes must be integers, got bool."),
     (lambda: F.search(X, B, C, S, k=1, keep=B[:, 0]), "search: keep must be a bool tensor, got torch.int64."),
     (lambda: F.search(X, B, C, S, k="ten"), "search: k must be an integer of at least 1, got 'ten'."),
     (lambda: RecurrentQuantizer("3"), "RecurrentQuantizer: dim must be an integer of at least 1, got '3'."),
@@ -109,7 +109,7 @@ TYPE = [
     (lambda: layer().fit("abc"), "fit: every batch of x must be a torch.Tensor or a numpy array, got str."),
     (lambda: layer().fit({"a": X}), "fit: every batch of x must be a torch.Tensor or a numpy array, got str."),
     (lambda: layer().fit([[[1.0, 2.0, 3.0]]]), "fit: every batch of x must be a torch.Tensor or a numpy array, got list."),
-    (lambda: layer().usage(X), "usage: codes must be an integer tensor, got torch.float32."),
+    (lambda: layer().usage(X), "usage: codes must be integers, got float32."),
 ]  # fmt: skip
 
 

@@ -58,14 +58,14 @@ def test_candidates_scored_again_by_the_vectors(shell):
     assert "--vectors must be given with --refine" in said
     np.save("short.npy", x[:20])
     np.save("narrow.npy", x[:, :3])
-    np.save("long.npy", x.astype(np.int64))
+    np.save("flags.npy", x > 0)
     Path("cut.npy").write_bytes(Path("x.npy").read_bytes()[:5000])
     for name, said in (
         ("missing.npy", "search: missing.npy cannot be read: No such file or directory."),
         ("cut.npy", "search: cut.npy is not a complete .npy file of numbers."),
         ("short.npy", "search: --vectors must be [n, D] with a row for id 2"),
         ("narrow.npy", "search: --vectors must be [n, 16], by id, got float32 [3000, 3]."),
-        ("long.npy", "search: --vectors must be floats or integers of at most 32 bits, got torch.int64."),
+        ("flags.npy", "search: --vectors must be floats or integers, got bool."),
     ):
         arguments = ("search", "run", "q.npy", "-k", "3", "--refine", "3000", "--vectors", name)
         assert said in shell.refused(*arguments, code=2 if " must be " in said else 1)
@@ -164,7 +164,7 @@ def test_the_papers_way(shell):
     shell.ok("index", "run")
     assert len(shell.ok("search", "run").splitlines()) == 15
     assert Index.load("run/index.drq").metric == "ip"
-    assert "exists already" in shell.refused(*command)
+    assert "run holds a run already" in shell.refused(*command)
     said = shell.refused(*command, "--margin", "0.25")
     assert "margin is 0.5 there and 0.25 here" in said
     shell.ok(*command, "--margin", "0.25", "--force")
@@ -195,8 +195,8 @@ def test_nothing_is_replaced_unasked(shell):
     shell.ok("evaluate", "run", "--queries", "q.npy")
     Path("found.npz").write_bytes(b"mine")
     before = shell.tree()
+    assert "run holds a run already; --force replaces" in shell.refused("fit", "run", "x.npy", *shell.FIT)
     for command in (
-        ["fit", "run", "x.npy", *shell.FIT],
         ["encode", "run", "x.npy"],
         ["index", "run"],
         ["evaluate", "run", "--queries", "q.npy"],
@@ -209,6 +209,8 @@ def test_nothing_is_replaced_unasked(shell):
 WRONG = [
     (["fit", "new", "missing.npy"], "missing.npy cannot be read: No such file"),
     (["fit", "new", "text.npy"], "text.npy is not a complete .npy file"),
+    (["fit", "new", "objects.npy"], "objects.npy must hold numbers, got Python objects (dtype object)"),
+    (["fit", "new", "flags.npy"], "flags.npy must hold numbers [N, D] with N and D of at least 1, got bool [3000, 16]"),
     (["fit", "new", "cut.npy"], "cut.npy is not a complete .npy file"),
     (["fit", "new", "flat.npy"], "must hold numbers [N, D]"),
     (["fit", "new", "labelled.npz"], "is an archive of arrays"),
@@ -235,14 +237,14 @@ WRONG = [
     (["train", "new", "--data", "labelled.npz", "--words", "missing.txt"], "missing.txt cannot be read"),
     (["train", "new", "--data", "labelled.npz", "--config", "typo.json"], "setting 'margn', did you mean margin?"),
     (["train", "new", "--data", "labelled.npz", "--config", "x.npy"], "x.npy is not JSON"),
-    (["train", "run", "--data", "labelled.npz", *TRAIN], "run/config.json of another run (ablation is None there"),
+    (["train", "run", "--data", "labelled.npz", *TRAIN], "run holds another run (ablation is None there"),
     (["train", "/proc/run", "--data", "labelled.npz", *TRAIN], "/proc/run cannot be made"),
     (["report", "new"], "new does not exist"),
 ]  # fmt: skip
 
 WRONG_VALUES = [
     (["remove", "run", "twice.npy"], "ids must be unique"),
-    (["remove", "run", "x.npy"], "ids must be an integer tensor"),
+    (["remove", "run", "x.npy"], "ids must be integers, got float32."),
     (["encode", "run", "narrow.npy", "--force"], "vectors must be of 16 dimensions, as the model is, got 3"),
     (["search", "run", "narrow.npy"], "queries must be of 16 dimensions, as the index is, got 3"),
     (["evaluate", "run", "--queries", "q.npy", "--exact"], "--exact must be left out for a fitted run"),
@@ -283,6 +285,8 @@ def test_bad_input_is_one_sentence(shell, code, arguments, said):
     Path("text.npy").write_text("not an array")
     Path("cut.npy").write_bytes(Path("x.npy").read_bytes()[:5000])
     np.save("flat.npy", x[0])
+    np.save("flags.npy", x > 0)
+    np.save("objects.npy", x[:2].astype(object))
     np.save("narrow.npy", x[:, :3].copy())
     np.save("columns.npy", np.asfortranarray(x))
     np.save("nan.npy", np.where(np.arange(3000)[:, None] == 11, np.nan, x))

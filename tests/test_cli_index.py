@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from drq_fast import Index
+from drq_fast.app import cli
 from tests.test_cli import start
 
 BUILD = ["--bits", "16", "--sample", "500", "--beam", "2"]
@@ -90,6 +91,62 @@ def test_tuning_with_queries_of_ones_own(shell, built):
     assert len(shell.ok("search", "x.drq", "q.npy", "-k", "20", "--recall", ".8").splitlines()) == 200
 
 
+def test_vectors_are_added_and_removed(shell, built):
+    shutil.copy(built / "lists.drq", "x.drq")
+    index, more = Index.load("x.drq"), shell.clustered(2500, seed=3)
+    np.save("more.npy", more[:2000])
+    np.save("last.npy", more[2000:].astype(np.int64))  # numpy's integers
+    np.save("own.npy", np.arange(500) + 10_000)
+    np.save("gone.npy", np.array([0, 2999, 10_001]))
+    printed = shell.ok("add", "x.drq", "more.npy")
+    assert printed == "x.drq: 2,000 vectors added with ids 3000 to 4999, 5,000 in all\n"
+    added = json.loads(shell.ok("add", "x.drq", "last.npy", "--ids", "own.npy", "--beam", "2", "--json"))
+    assert added == {"index": "x.drq", "added": 500, "last_id": 10_499, "size": 5500}
+    assert shell.ok("remove", "x.drq", "gone.npy") == "x.drq: 3 ids removed, 5,497 left\n"
+    index.add(more[:2000], beam=16)
+    index.add(more[2000:].astype(np.int64), ids=np.arange(500) + 10_000, beam=2)
+    index.remove([0, 2999, 10_001])
+    written = Index.load("x.drq")
+    assert torch.equal(written.ids, index.ids)
+    assert torch.equal(written.codes, index.codes)
+    found = json.loads(shell.ok("search", "x.drq", "q.npy", "--refine", "50", "--json"))
+    assert found["ids"] == index.search(np.load("q.npy"), refine=50).ids.tolist()
+
+
+def test_a_search_of_a_grown_index_says_that_it_should_be_tuned(shell, built, capsys):
+    shutil.copy(built / "lists.drq", "x.drq")
+    shell.ok("add", "x.drq", "x.npy")
+    assert cli.main(["search", "x.drq", "q.npy", "--recall", ".8"]) == 0
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 7
+    assert "note: recall was measured with 3,000 vectors, and the index has 6,000 now" in said.err
+    np.save("many.npy", shell.clustered(100, seed=5))
+    shell.ok("tune", "x.drq", "many.npy")
+    assert cli.main(["search", "x.drq", "q.npy", "--recall", ".8"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["add x.drq x.npy", "remove x.drq 0.npy", "tune x.drq q.npy"])
+def test_two_commands_never_change_an_index_at_the_same_time(shell, built, command):
+    fcntl = pytest.importorskip("fcntl")
+    shutil.copy(built / "lists.drq", "x.drq")
+    np.save("0.npy", np.zeros(1, int))
+    before = shell.tree()
+    with open("x.drq", "rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert "another process is writing to x.drq" in shell.refused(*command.split())
+    assert shell.tree() == before
+
+
+@pytest.mark.parametrize("options", ["--bits 8", "--bits 8 --vectors int8", "--bits 128 --vectors float16"])
+def test_build_says_how_to_find_more(shell, options):
+    np.save("noise.npy", np.random.default_rng(0).normal(size=(3000, 48)))
+    printed = shell.ok("build", "noise.npy", "x.drq", "--sample", "500", "--beam", "1", *options.split())
+    advised = printed.splitlines()[-1] == "To find 95% and more, build with --bits 128 --vectors float16."
+    assert advised == (Index.load("x.drq").tuning.settings[-1].recall < 0.95)
+    assert advised == ("float16" not in options)
+
+
 def test_info_shows_what_is_in_an_index(shell, built):
     facts = json.loads(shell.ok("info", str(built / "lists.drq"), "--json"))
     index = Index.load(built / "lists.drq")
@@ -151,7 +208,7 @@ WRONG = [
     (["search", "run/model.drq", "q.npy"], "holds a quantizer, not an index"),
     (["search", "lists.drq", "narrow.npy"], "queries must be of 16 dimensions, as the index is, got 3"),
     (["search", "lists.drq", "q.npy", "--recall", "1.5"], "recall must be above 0 and at most 1, got 1.5"),
-    (["search", "lists.drq", "q.npy", "--recall", ".9", "-k", "11"], "k must be at most 10 with recall"),
+    (["search", "lists.drq", "q.npy", "--recall", ".9", "-k", "11"], "-k must be at most 10 where a recall is"),
     (["search", "lists.drq", "q.npy", "--probes", "17"], "probes must be an integer from 1 to 16, got 17"),
     (["search", "codes.drq", "q.npy", "--recall", ".9"], "recall needs an index that was tuned"),
     (["search", "codes.drq", "q.npy", "--probes", "2"], "probes needs lists, and the index has none"),
@@ -161,6 +218,19 @@ WRONG = [
     (["tune", "run", "q.npy"], "run/index.drq has codes only"),
     (["tune", "lists.drq", "narrow.npy"], "queries must be of 16 dimensions, as the index is, got 3"),
     (["tune", "lists.drq", "q.npy", "-k", "0"], "k must be an integer from 1 to 3000, got 0"),
+    (["add", "new.drq", "x.npy"], "new.drq does not exist"),
+    (["add", "lists.drq", "narrow.npy"], "vectors must be of 16 dimensions, as the index is, got 3"),
+    (["add", "lists.drq", "x.npy", "nan.npy"], "row 3011 of x.npy, nan.npy is not finite"),
+    (["add", "lists.drq", "x.npy", "--ids", "twice.npy"], "--ids must be unique, got 0 more than once"),
+    (["add", "lists.drq", "x.npy", "--ids", "few.npy"], "--ids must be 3000 numbers, one per vector, got 3"),
+    (["add", "lists.drq", "three.npy", "--ids", "few.npy"], "--ids must be new, got 0, which is in the index already"),
+    (["add", "lists.drq", "x.npy", "--beam", "0"], "--beam must be"),
+    (["add", "run/model.drq", "x.npy"], "holds a quantizer, not an index"),
+    (["remove", "new.drq", "few.npy"], "new.drq does not exist"),
+    (["remove", "lists.drq", "late.npy"], "ids must be in the index, got 5000, which is not"),
+    (["remove", "lists.drq", "x.npy"], "ids must be integers, got float32"),
+    (["search", "lists.drq", "q.npy", "--refine", "9", "--vectors", "x.npy"], "--vectors must be left out, as the"),
+    (["search", "lists.drq", "q.npy", "--keep", "x.npy"], "--keep must be integers, got float32"),
     (["info", "new.drq"], "new.drq does not exist"),
     (["info", "x.npy"], "x.npy is not a complete safetensors file"),
 ]  # fmt: skip
@@ -175,6 +245,9 @@ def test_bad_input_is_one_sentence(shell, built, arguments, said):
     np.save("one.npy", x[:1])
     np.save("nan.npy", np.where(np.arange(3000)[:, None] == 11, np.nan, x))
     np.save("twice.npy", np.zeros(3000, np.int64))
+    np.save("three.npy", x[:3])
+    np.save("few.npy", np.arange(3))
+    np.save("late.npy", np.array([1, 5000]))
     if any(argument.startswith("run") for argument in arguments):
         shell.fitted()
     before = shell.tree()
@@ -190,6 +263,10 @@ def test_bad_input_is_one_sentence(shell, built, arguments, said):
         (["build", "x.npy", "a.drq", "--vectors", "float61"], "unknown kind 'float61', did you mean float16?"),
         (["build", "x.npy", "a.drq", "--metric", "cosin"], "unknown metric 'cosin', did you mean cosine?"),
         (["search", "a.drq", "q.npy", "--recall", "high"], "invalid float value: 'high'"),
+        (
+            ["search", "a.drq", "q.npy", "--recall", ".9", "--vectors", "x.npy"],
+            "--recall was not measured with",
+        ),
         (["search", "a.drq", "q.npy", "--recall", ".9", "--probes", "3"], "cannot be given with --probes"),
         (["search", "a.drq", "q.npy", "--recall", ".9", "--bits", "8"], "cannot be given with --bits"),
     ],

@@ -116,8 +116,30 @@ def test_search_by_an_image_names_files(made, capsys):
 def test_the_names_are_those_of_the_codes(made):
     run = Run(made / "run")
     names = ImageQueries(run, made / "images")._known(Index.load(run.index))
-    codes = run.quantizer().encode(Embedder.load(run.folder).embed(names))
+    codes = run.quantizer().encode(Embedder.load(run.folder).embed(list(names.values())))
     assert torch.equal(codes, run.load_codes()[0])
+
+
+def test_names_follow_ids_when_images_are_removed_and_added(here, made, capsys):
+    """An index whose ids are not the rows of the codes has no names."""
+    run, photo = Run(here / "run"), query_files(made)[0]
+    names = ImageQueries(run, photo)._known(Index.load(run.index))
+    first = list(names)[: len(names) // 3]  # all later rows move
+    np.save(here / "gone.npy", np.array(first))
+    command("remove", here / "run", here / "gone.npy")
+    np.save(here / "new.npy", Embedder.load(run.folder).embed(photo).numpy())
+    command("add", here / "run", here / "new.npy")
+    capsys.readouterr()
+    command("search", here / "run", photo, "-k", len(names), "--json")
+    found, left = json.loads(capsys.readouterr().out), len(names) - len(first) + 1
+    for i, name in zip(found["ids"][0][:left], found["found"][0][:left], strict=True):
+        assert name == (str(i) if i == len(names) else names[i])
+    assert set(found["found"][0][left:]) <= {"none"}
+    np.save(here / "ids.npy", np.arange(len(names))[::-1].copy())
+    command("index", here / "run", "--ids", here / "ids.npy", "--force")
+    capsys.readouterr()
+    command("search", here / "run", photo, "-k", 2)
+    assert "note: results are ids, not names of files: the index has ids of its own.\n" in capsys.readouterr().err
 
 
 def test_without_the_training_images_results_are_ids(here, made, capsys):

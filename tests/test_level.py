@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from drq_fast import BackendUnavailable, functional
+from drq_fast import functional
 from drq_fast.backends.native import extension, level, products
 
 pytestmark = pytest.mark.skipif(extension.native is None, reason="the extension is not built")
@@ -89,21 +89,6 @@ def test_narrow_dtypes_and_empty_batches(codec, assert_same, op, dtype):
     assert_same(run(op, inputs, dtype=dtype), run(op, inputs, "torch", torch.float64), dtype)
     empty = run(op, [inputs[0][:0], *inputs[1:]])[1]
     assert not empty[-3].any()  # the codebook's gradient
-
-
-@OPERATIONS
-def test_backward_twice_adds_up_and_second_derivatives_are_refused(codec, op):
-    x, codebook, scale, _ = codec(N=20, D=6, K=1100, M=2)
-    leaf = codebook.clone().requires_grad_()
-    value = op(x, leaf, scale, gamma=1.0, backend="native")[0].sum()
-    value.backward(retain_graph=True)
-    once = leaf.grad.clone()
-    value.backward(retain_graph=True)
-    assert torch.equal(leaf.grad, 2 * once)
-    with pytest.raises(RuntimeError, match=f"{op.__name__}: the native backend has no second derivatives"):
-        torch.autograd.grad(value, leaf, create_graph=True)
-    with pytest.raises(BackendUnavailable, match="an input is float64"):
-        op(x.double(), codebook, scale, gamma=1.0, backend="native")
 
 
 @pytest.mark.parametrize("onednn", [False, True])

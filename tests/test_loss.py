@@ -152,19 +152,6 @@ def test_some_inputs_without_gradient_and_none_at_all(codec):
 
 
 @needs_native
-def test_backward_twice_adds_up_and_second_derivatives_raise(codec):
-    leaf = codec().codebook.requires_grad_()
-    value = functional.loss(codec().x, leaf, codec().scale, gamma=1.0, backend="native").loss
-    value.backward(retain_graph=True)
-    once = leaf.grad.clone()
-    value.backward()
-    assert torch.equal(leaf.grad, 2 * once)
-    value = functional.loss(codec().x, leaf, codec().scale, gamma=1.0, backend="native").loss
-    with pytest.raises(RuntimeError, match=r'loss: the native backend has no second derivatives; backend="torch" has'):
-        torch.autograd.grad(value, leaf, create_graph=True)
-
-
-@needs_native
 def test_gradients_that_were_given_out_are_not_given_out_again(codec):
     x, codebook, scale, offset = (t.requires_grad_() for t in codec())
     loss = functional.loss(x.view(x.shape), codebook, scale, gamma=1.0, offset=offset, backend="native").loss
@@ -273,9 +260,9 @@ import torch
 from torch.autograd import forward_ad
 import drq_fast
 
-def step(N, D, K, M, offset):
+def step(N, D, K, M, **options):
     torch.manual_seed(0)
-    layer = drq_fast.RecurrentQuantizer(D, K, M, offset=offset, init="random", gamma=1.0)
+    layer = drq_fast.RecurrentQuantizer(D, K, M, init="random", gamma=1.0, **options)
     layer.initialised = True
     x = torch.randn(N, D, requires_grad=True)
     return lambda: layer(x, reconstruct=False).loss.backward()
@@ -284,27 +271,22 @@ def step(N, D, K, M, offset):
 
 @pytest.mark.slow
 @needs_native
-@pytest.mark.parametrize(
-    ("N", "D", "K", "M", "offset"),
-    [
-        (16384, 512, 256, 8, False),
-        (16384, 512, 256, 8, True),
-        (8192, 2048, 256, 4, False),
-        (8192, 2048, 256, 4, True),
-        (8192, 256, 1024, 4, False),
-        (8192, 256, 1024, 4, True),
-    ],
-)
-def test_memory_of_a_training_step(tmp_path, N, D, K, M, offset):
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("loss", ["paper", "squared"])
+@pytest.mark.parametrize(("N", "D", "K", "M"), [(16384, 512, 256, 8), (8192, 2048, 256, 4), (8192, 256, 1024, 4)])
+def test_memory_of_a_training_step(tmp_path, N, D, K, M, loss, offset):
+    """Nothing of size N K M or N D M. With running averages: x - offset and, of that, the rows that count."""
     (tmp_path / "job.py").write_text(JOB)
-    sizes = json.dumps({"N": N, "D": D, "K": K, "M": M, "offset": offset})
+    sizes = json.dumps({"N": N, "D": D, "K": K, "M": M, "loss": loss, "offset": offset})
     command = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), str(tmp_path / "job.py"), "step", sizes]
     child = subprocess.run(command, capture_output=True, text=True, check=True)
     report = json.loads(child.stdout)
     if report["peak_mib"] is None:
         pytest.skip(report["no_peak"])
-    beyond = report["peak_mib"] * 2**20 / 4 - N * D - K * D  # floats beside x, dx and dcodebook
-    assert beyond <= 4 * N * K + 4 * (K * D + K * K), f"{beyond / (N * K):.2f} N*K"
+    copies = 2 if loss == "squared" and offset else 1  # of x; dx, in the backward pass, counts as one
+    beyond = report["peak_mib"] * 2**20 / 4 - copies * N * D - K * D  # floats beside these and dcodebook
+    tiles = 4 * torch.get_num_threads() * training._TILE
+    assert beyond <= 4 * N * K + 4 * (K * D + K * K) + tiles, f"{beyond / (N * K):.2f} N*K"
 
 
 @pytest.mark.slow

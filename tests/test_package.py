@@ -15,6 +15,7 @@ from statistics import median
 import pytest
 
 import drq_fast
+from drq_fast.app.options import _parsers
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,7 +67,7 @@ def test_public_names_are_imported_at_first_use():
         drq_fast.Indx  # noqa: B018
 
 
-COMMANDS = ("fit", "encode", "index", "search", "remove", "ids", "train", "evaluate", "report", "info")
+COMMANDS = list(_parsers()[1])
 
 
 @pytest.mark.parametrize(

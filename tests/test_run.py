@@ -93,7 +93,7 @@ def test_vectors_that_change_meanwhile_are_refused(shell):
     assert len(vectors.read(0, 10)) == 10
     np.save("y.npy", shell.clustered(3000, seed=3))
     Path("y.npy").replace("x.npy")
-    for read in (lambda: vectors.read(0, 10), lambda: vectors.sample(5, 0)):
+    for read in (lambda: vectors.read(0, 10), lambda: vectors.pick(torch.arange(5))):
         with pytest.raises(FileError, match=r"x\.npy has changed since it was opened"):
             read()
 

@@ -53,7 +53,9 @@ def test_an_unfinished_training_is_not_replaced_unasked(shell):
     shell.ok("train", "run", *TRAIN)
     Path("run/model.drq").unlink()  # as if it had been killed after its last checkpoint
     before = shell.tree()
-    assert "exists already; --force replaces it" in shell.refused("fit", "run", "x.npy", *shell.FIT)
+    said = shell.refused("fit", "run", "x.npy", *shell.FIT)
+    replaced = "--force replaces its model and deletes its codes, index, metrics and report"
+    assert said == f"drq-fast fit: run holds a run already; {replaced}.\n"
     assert shell.tree() == before
     Path("run/config.json").rename("config.json")
     before = shell.tree()
@@ -140,7 +142,7 @@ def test_a_record_with_other_names_is_refused(shell, name):
 def test_a_run_of_version_0_1_0_has_no_record_and_is_a_run(shell):
     shell.fitted()
     Path("run/run.json").unlink()
-    assert "model.drq exists already" in shell.refused("fit", "run", "x.npy", *shell.FIT)
+    assert "run holds a run already" in shell.refused("fit", "run", "x.npy", *shell.FIT)
     shell.ok("encode", "run", "x.npy", "--force")
     assert not Path("run/index.drq").exists()
     shell.ok("index", "run")

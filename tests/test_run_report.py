@@ -120,6 +120,8 @@ def test_a_trained_run_beside_several(runs):
     assert [run["name"] for run in facts["runs"]] == names
     text = (folder / "report.md").read_text()
     assert text.startswith(f"# {' beside '.join(names)}\n")
+    assert f"ranked by metric ip (run), {', '.join(f'l2 ({name})' for name in names[1:])}. With 9 bits" in text
+    assert re.search(r", mAP@[\d,]+ of run is 0\.\d{4}", text)
     for name in names:
         assert len(re.findall(rf"^\| {re.escape(name)} \| [\d.]+ \| [\d.]+ \| [\d.]+ \|", text, re.MULTILINE)) == 2
     assert [other["run"] for other in data_of(folder / "page.html")["beside"]] == names[1:]

@@ -255,6 +255,10 @@ def test_wrong_arguments_are_named():
             "build: x must be at most 16 vectors, because there are K**M different ids, got 17.",
         ),
         (lambda: ids.find([0, 4]), "find: prefix must be in 0..3, got values from 0 to 4."),
+        (
+            lambda: ids.find("<b_0>"),
+            "find: prefix must be one of <a_0> to <a_3>, then one of the next level, got '<b_0>'.",
+        ),
         (lambda: ids.find([0, 0, 0]), "find: prefix must be of at most 2 levels, got [3]."),
         (lambda: ids.tokens([3]), "tokens: rows must be positions in 0..2, got [3]."),
         (

@@ -45,7 +45,7 @@ def test_settings_cost_more_and_find_more(index, x):
         assert cheap.cost < dear.cost
         assert cheap.recall < dear.recall
     for wanted in (0.6, 0.97):
-        chosen = index.tuning.cheapest(wanted, 10, len(index))
+        chosen = index.tuning.cheapest(wanted, 10)
         assert chosen.recall >= wanted
         safe = wanted + (1 - wanted) / 10
         assert chosen.recall >= safe
@@ -53,8 +53,8 @@ def test_settings_cost_more_and_find_more(index, x):
         again = index.search(x[:5], k=10, probes=chosen.probes, refine=chosen.refine)
         assert torch.equal(index.search(x[:5], k=10, recall=wanted).ids, again.ids)
     most = settings[-1]
-    assert index.tuning.cheapest(most.recall, 10, len(index)) == most  # nothing is safer
-    assert index.tuning.cheapest(0.6, 5, len(index)).refine is not None
+    assert index.tuning.cheapest(most.recall, 10) == most  # nothing is safer
+    assert index.tuning.cheapest(0.6, 5).refine is not None
     wanted = np.float32(0.5)
     assert torch.equal(index.search(x[:5], recall=wanted).ids, index.search(x[:5], recall=0.5).ids)
 
@@ -66,15 +66,36 @@ def test_fewer_neighbours_are_found_as_often(index, x, k):
         assert recall(index.search(x[:1000], k=k, recall=wanted).ids, truth) > wanted - 0.02
 
 
-def test_more_neighbours_or_other_sizes_need_another_measurement(index, x):
-    with pytest.raises(ValueError, match="k must be at most 10 with recall, which was measured for that"):
+def test_more_neighbours_need_another_measurement(index, x):
+    with pytest.raises(ValueError, match="k must be at most 10 where a recall is asked for, unless `tune`"):
         index.search(x[:1], k=11, recall=0.5)
-    grown = copy.deepcopy(index)
-    grown.add(x[:3000])
-    with pytest.raises(RuntimeError, match="recall was measured with 5000 vectors, and the index has 8000"):
-        grown.search(x[:1], recall=0.5)
-    grown.tune(x[:100], k=20)
-    assert grown.search(x[:1], k=20, recall=0.5).ids.shape == (1, 20)
+    other = copy.deepcopy(index)
+    other.tune(x[:100], k=20)
+    assert other.search(x[:1], k=20, recall=0.5).ids.shape == (1, 20)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("change", [lambda i, x: i.add(x[:3000]), lambda i, x: i.remove(i.ids[:2000])])
+def test_an_index_of_another_size_is_searched_as_it_was_measured_with_one_warning(index, x, change):
+    changed = copy.deepcopy(index)
+    change(changed, x)
+    setting = index.tuning.cheapest(0.5, 10)
+    size = f"recall was measured with 5,000 vectors, and the index has {len(changed):,} now"
+    words = rf"^search: {size}, so less may be found; call index\.tune\(queries\) or `drq-fast tune`\.$"
+    with pytest.warns(UserWarning, match=words) as said:
+        found = changed.search(x[:5], recall=0.5).ids
+    assert said[0].filename == __file__
+    assert torch.equal(found, changed.search(x[:5], probes=setting.probes, refine=setting.refine).ids)
+    assert torch.equal(found, changed.search(x[:5], recall=0.5).ids)  # without another warning
+    changed.tune(x[:100])
+    changed.search(x[:5], recall=0.5)
+
+
+def test_codes_alone_of_another_number_are_searched_with_a_warning(x):
+    index = Index.build(x[:2000], bits=16, sample=1000, beam=1, seed=0)
+    index.add(x[2000:4000])
+    with pytest.warns(UserWarning, match=r"the index has 4,000 now, so less may be found; build it again\.$"):
+        assert index.search(x[:2], recall=0.1).ids.shape == (2, 10)
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip", "cosine"])
@@ -120,8 +141,12 @@ def test_what_is_wrong_is_said_in_one_sentence(index, x):
         (lambda: index.search(x[:1], recall=0), ValueError, "recall must be above 0 and at most 1, got 0"),
         (lambda: index.search(x[:1], recall=1.5), ValueError, "recall must be above 0 and at most 1, got 1.5"),
         (lambda: index.search(x[:1], recall="high"), ValueError, "recall must be above 0"),
-        (lambda: index.search(x[:1], recall=0.9, probes=3), ValueError, "given without levels, probes, refine and v"),
-        (lambda: index.search(x[:1], recall=0.9, vectors=x), ValueError, "levels, probes, refine and vectors, got one"),
+        (lambda: index.search(x[:1], recall=0.9, probes=3), ValueError, "given without levels, probes and refine, got"),
+        (
+            lambda: index.search(x[:1], recall=0.9, vectors=x),
+            ValueError,
+            r"recall must be left out with vectors of your own, which were not measured with \(give refine instead\)",
+        ),
         (lambda: index.search(x[:1], recall=True), ValueError, "recall must be above 0 and at most 1, got True"),
         (lambda: index.search(x[:1], recall=float("nan")), ValueError, "recall must be above 0 and at most 1, got nan"),
         (lambda: bare.tune(x[:5]), ValueError, "query must be at least one, for an index that is not empty"),
@@ -145,5 +170,8 @@ def test_few_queries_are_warned_of(index, x):
 
 def test_codes_alone_are_measured_for_one_k(x):
     index = Index.build(x[:3000], bits=16, seed=0)
-    with pytest.raises(ValueError, match="k must be 10 with recall, which was measured for that by codes alone, got 5"):
+    with pytest.raises(ValueError, match="k must be 10 where a recall is asked for, as codes alone were measured"):
         index.search(x[:2], k=5, recall=0.1)
+    words = r"the highest that was measured by codes alone \(an index that keeps vectors finds more\), got 0\.99"
+    with pytest.raises(ValueError, match=words):
+        index.search(x[:2], recall=0.99)

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import io
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,9 @@ import numpy as np
 from .. import __version__, checks, files
 from ..codes import bits
 from ..files import FileError
-from ..fit import sample_size
+from ..fit import sample_size, seeded
 from ..index import Index
+from ..index.source import sample_of
 from ..quantizer import RecurrentQuantizer
 from ..retrieval.experiment import Experiment, ItemSource, side
 from ..retrieval.settings import Config, Settings
@@ -26,56 +26,23 @@ from . import info as information
 from . import metrics as measures
 from .description import describe, table
 from .images import ImageQueries, is_images
+from .indexes import Result, index_file, same_dim
+from .indexes import add as add
+from .indexes import build as build
+from .indexes import remove as remove
+from .indexes import tune as tune
 from .options import nearest
-from .report import need_packages
-from .run import Run, Source, vacant
+from .run import Encodable, Run, vacant
 from .vectors import VectorFiles
-
-Result = tuple[dict[str, Any], str]
 
 
 def info(options: argparse.Namespace) -> Result:
     """`drq-fast info`."""
     if options.index is not None:
-        path = _index_file("info", options.index)
+        path = index_file("info", options.index)
         return describe(path, Index.load(path, mmap=True))
     facts = information.collect_info()
     return facts, information.format_info(facts)
-
-
-def build(options: argparse.Namespace) -> Result:
-    """`drq-fast build`."""
-    target, vectors = Path(options.index), VectorFiles(options.vectors)
-    plot = _figure("build", options)
-    _replaceable(target, options.force)
-    if plot is not None and len(vectors) == 1:
-        checks.fail("build", "plot", "left out for a single vector, which cannot be tuned", plot)
-    made = Index.build(
-        vectors,
-        **{name: getattr(options, name) for name in ("bits", "metric", "lists", "beam", "sample", "seed")},
-        vectors=None if options.keep == "none" else options.keep,
-        ids=None if options.ids is None else files.read_array("build", options.ids),
-    )
-    _replaceable(target, options.force)  # again: another process may have written it meanwhile
-    made.save(target)
-    _draw(plot, made, target)
-    return describe(target, made)
-
-
-def tune(options: argparse.Namespace) -> Result:
-    """`drq-fast tune`."""
-    path, plot = _index_file("tune", options.index), _figure("tune", options)
-    _writable("tune", path)
-    queries, made = VectorFiles([options.queries]), Index.load(path)
-    _same_dim("tune", queries, made)
-    if made.vectors is None:
-        raise ValueError(
-            f"tune: {path} has codes only; `drq-fast build --vectors float16` keeps vectors to compare with."
-        )
-    made.tune(queries.read(0, len(queries)), options.k)
-    made.save(path)
-    _draw(plot, made, path)
-    return describe(path, made)
 
 
 def fit(options: argparse.Namespace) -> Result:
@@ -89,7 +56,7 @@ def fit(options: argparse.Namespace) -> Result:
     run.all_vacant(options.force)
     default = sample_size(layer.codewords)
     sample = default if options.sample is None else checks.integer("fit", "sample", options.sample, 1)
-    x = vectors.sample(sample, seed)
+    x = sample_of("fit", vectors, sample, seeded(seed))
     config = {
         "command": "fit",
         "vectors": [str(Path(name).resolve()) for name in options.vectors],
@@ -113,7 +80,7 @@ def encode(options: argparse.Namespace) -> Result:
     """`drq-fast encode`."""
     run = Run(options.folder)
     with run.locked_model() as layer:
-        source: Source
+        source: Encodable
         if options.vectors:
             source = VectorFiles(options.vectors)
             _not_inside(run, options.vectors)
@@ -145,7 +112,7 @@ def search(options: argparse.Namespace) -> Result:
     run = Run(options.folder)
     path = run.queries if options.queries is None else Path(options.queries)
     images = ImageQueries(run, path) if is_images(path) else None
-    index = _index_file("search", options.folder)
+    index = index_file("search", options.folder)
     if options.queries is None and not path.exists():
         checks.fail("search", "queries", "a file of vectors or images", "none")
     target = None if options.out is None else Path(options.out)
@@ -153,7 +120,7 @@ def search(options: argparse.Namespace) -> Result:
         vacant(target, options.force)
     queries = VectorFiles([path]) if images is None else images
     made = Index.load(index)
-    _same_dim("search", queries, made)
+    same_dim("search", "queries", queries, made)
     L = None if options.bits is None else _levels(options.bits, made.codewords, made.levels)
     k = min(checks.integer("search", "k", options.k, 1), max(len(made), 1))
     own = None if options.vectors is None else files.read_array("search", options.vectors, mmap=True)
@@ -174,20 +141,6 @@ def search(options: argparse.Namespace) -> Result:
         for q, row, score in zip(asked, names, result["scores"], strict=True)
     ]
     return result, "\n".join(lines)
-
-
-def remove(options: argparse.Namespace) -> Result:
-    """`drq-fast remove`."""
-    run = Run(options.folder)
-    run.need(run.index, f"`drq-fast index {run.folder}`")
-    unwanted = files.read_array("remove", options.ids)
-    with run.writing():
-        made = Index.load(run.index)
-        made.remove(unwanted)
-        run.claim(run.index)
-        made.save(run.index)
-    result = {"index": str(run.index), "removed": len(unwanted), "size": len(made)}
-    return result, f"{run.index}: {len(unwanted):,} ids removed, {len(made):,} left"
 
 
 def ids(options: argparse.Namespace) -> Result:
@@ -364,11 +317,9 @@ def _make_way(run: Run, config: dict[str, Any], force: bool) -> None:
     differing = sorted(name for name in config if name not in _FACTS and there.get(name) != config[name])
     if not differing and not run.model.exists():
         return
-    if there and differing and not force:
-        name = differing[0]
-        what = f" of another run ({name} is {there.get(name)} there and {config[name]} here)"
-        run.vacant(run.config, force, what)
-    run.all_vacant(force)
+    name = differing[0] if there and differing else None
+    another = f"another run ({name} is {there.get(name)} there and {config[name]} here)" if name else "a run already"
+    run.all_vacant(force, another)
     run.forget(run.model, *run.of_training, *run.of_codes)
 
 
@@ -401,67 +352,6 @@ def _not_inside(run: Run, paths: Iterable[str]) -> None:
     for path in paths:
         if Path(path).resolve().parent == run.folder.resolve():
             checks.fail("vectors", "vectors", f"outside of {run.folder}, whose files are replaced", path)
-
-
-def _index_file(op: str, name: str) -> Path:
-    """The file of the index that an argument names: the file itself, or the folder of a run."""
-    path = Path(name)
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{op}: {path} does not exist; `drq-fast build` makes an index, `fit` or `train` a run."
-        )
-    if not path.is_dir():
-        return path
-    run = Run(path)
-    run.need(run.index, f"`drq-fast index {run.folder}`")
-    return run.index
-
-
-def _replaceable(path: Path, force: bool) -> None:
-    """Raises an error if an index cannot be written to `path` or a file is there; `force` replaces only an index."""
-    _writable("build", path)
-    vacant(path, force)
-    if os.path.lexists(path):
-        try:
-            files.fingerprint(path, "index")
-        except (OSError, ValueError) as error:
-            raise FileError(f"build: {path} is not an index, so it is not replaced.") from error
-
-
-def _writable(op: str, path: Path) -> None:
-    """Raises OSError if a file cannot be written to `path`, before work begins whose result would be lost."""
-    if path.is_dir():
-        raise IsADirectoryError(f"{op}: {path} cannot be written: it is a folder.")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{op}: {path} cannot be written: {path.parent} is not a folder.")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise PermissionError(f"{op}: {path} cannot be written: {path.parent} is read-only.")
-
-
-def _figure(op: str, options: argparse.Namespace) -> Path | None:
-    """The checked path of --plot."""
-    if options.plot is None:
-        return None
-    path = Path(options.plot)
-    if path.suffix not in (".svg", ".png"):
-        checks.fail(op, "plot", "a .svg or .png file", options.plot)
-    need_packages(op, "matplotlib")
-    _writable(op, path)
-    vacant(path, options.force)
-    return path
-
-
-def _draw(path: Path | None, index: Index, name: Path) -> None:
-    """Writes the figure of the tuning of an index, if there is a path."""
-    if path is not None and index.tuning is not None:
-        from .plots import draw_tuning  # imports matplotlib
-
-        draw_tuning(path, index.tuning, name.name)
-
-
-def _same_dim(op: str, queries: VectorFiles | ImageQueries, index: Index) -> None:
-    if queries.dim != index.dim:
-        checks.fail(op, "queries", f"of {index.dim} dimensions, as the index is", queries.dim)
 
 
 def _levels(length: int, codewords: int, levels: int) -> int:

@@ -45,7 +45,7 @@ def _tuning(tuning: Tuning) -> str:
     ]
     head = (f"recall@{tuning.k}", "probes", "refine", "cost")
     measured = f"measured with {tuning.queries:,} queries on {tuning.size:,} vectors"
-    return f"{table(head, rows)}\n{measured}; cost in codes scanned"
+    return f"{table(head, rows)}\n{measured}; cost: estimated, in codes scanned"
 
 
 def _number(value: int | None) -> str:

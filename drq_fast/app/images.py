@@ -48,23 +48,32 @@ class ImageQueries:
         known = self._known(index)
         if known is None:
             return names
-        return names | {"found": [[known[i] if i >= 0 else "none" for i in row] for row in ids.tolist()]}
+        none = {-1: "none"}
+        return names | {"found": [[none.get(i) or known.get(i, str(i)) for i in row] for row in ids.tolist()]}
 
-    def _known(self, index: Index) -> list[str] | None:
-        """The image files of the database in the order of the index; None, with a note, if they are not known."""
-        why = "the index has ids of its own"
-        if torch.equal(index.ids, torch.arange(len(index))):
-            try:
-                experiment = self.run.experiment()
-                paths = getattr(experiment.items, "paths", None)
-                source = json.loads(json.dumps(ItemSource.describe(experiment)))
-                if paths is None:
-                    why = "the data have no names of files"
-                elif self.run.load_codes()[1].get("source") == source:
-                    return [str(paths[row]) for row in experiment.split.database.tolist()]
-                else:
-                    why = "the data have changed since they were encoded"
-            except (OSError, FileError) as error:
-                why = re.sub(r"^\w+: ", "", str(error)).rstrip(".")
+    def _known(self, index: Index) -> dict[int, str] | None:
+        """The image files of the database by id; None, with a note, if they are not known."""
+        try:
+            codes, made_by = self.run.load_codes()
+            experiment = self.run.experiment()
+            paths = getattr(experiment.items, "paths", None)
+            source = json.loads(json.dumps(ItemSource.describe(experiment)))
+            if not _are_rows(index, codes):
+                why = "the index has ids of its own"
+            elif paths is None:
+                why = "the data have no names of files"
+            elif made_by.get("source") != source:
+                why = "the data have changed since they were encoded"
+            else:
+                return {i: str(paths[row]) for i, row in enumerate(experiment.split.database.tolist())}
+        except (OSError, FileError) as error:
+            why = re.sub(r"^\w+: ", "", str(error)).rstrip(".")
         warnings.warn(f"results are ids, not names of files: {why}.", stacklevel=2)
         return None
+
+
+def _are_rows(index: Index, codes: Tensor) -> bool:
+    """Whether the ids of an index are row numbers of codes [N, levels], except for ids from N on, which were added."""
+    ids = index.ids
+    old = ids < len(codes)
+    return bool(old.any()) and torch.equal(index.codes[old], codes[ids[old]])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import checks
 from ..codes import bits, packed_bytes
 from ..constants import METRICS
+from ..fit import seeded
 from ..index import Index
+from ..index.source import in_blocks, sample_of
+from ..index.tuning import true_neighbours
 from ..quantizer import RecurrentQuantizer
 from ..retrieval import evaluate
 from ..retrieval.experiment import Experiment
@@ -82,7 +84,8 @@ def by_neighbours(
     layer: RecurrentQuantizer, codes: Tensor, vectors: VectorFiles, query: Tensor, k: int, metric: str
 ) -> dict[str, Any]:
     """Recall@k of a fitted run: the share of the exact neighbours of queries [Q, dim] that the codes find."""
-    exact = _neighbours(vectors, query, k, metric)
+    blocks = in_blocks(vectors.read, len(vectors), vectors.dim, "exact neighbours")
+    exact = true_neighbours(query, blocks, metric, k)
     index = Index(layer, metric=metric)
     index.add_codes(codes)
     lengths = [
@@ -92,27 +95,10 @@ def by_neighbours(
             "recall": evaluate.recall(index.search(query, k, L).ids, exact),
             "error": error,
         }
-        for L, error in enumerate(_errors(layer, vectors.sample(_SAMPLE, 0)), 1)
+        for L, error in enumerate(_errors(layer, sample_of("evaluate", vectors, _SAMPLE, seeded(0))), 1)
     ]
     sizes = {"k": k, "queries": len(query), "database": len(codes)}
     return {"kind": "neighbours", "metric": metric, **sizes, "lengths": lengths}
-
-
-def _neighbours(vectors: VectorFiles, query: Tensor, k: int, metric: str) -> Tensor:
-    """Row numbers [Q, k] of the exact nearest vectors, in one pass over the files."""
-    normalise = torch.nn.functional.normalize
-    query = normalise(query, dim=1) if metric == "cosine" else query
-    best = torch.empty(len(query), 0)
-    ids = torch.empty(len(query), 0, dtype=torch.int64)
-    for first, block in vectors.blocks("exact neighbours"):
-        block = normalise(block, dim=1) if metric == "cosine" else block
-        scores = query @ block.T
-        if metric == "l2":
-            scores = 2 * scores - block.square().sum(dim=1)
-        numbers = torch.arange(first, first + len(block)).expand_as(scores)
-        top = torch.cat([best, scores], dim=1).topk(min(k, best.shape[1] + len(block)), dim=1)
-        best, ids = top.values, torch.cat([ids, numbers], dim=1).gather(1, top.indices)
-    return ids
 
 
 def _errors(layer: RecurrentQuantizer, x: Tensor) -> list[float]:

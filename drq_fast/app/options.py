@@ -69,7 +69,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.command == "search" and options.recall is not None:
         for name in ("bits", "probes", "refine", "vectors"):
             if getattr(options, name) is not None:
-                command.error(f"--recall chooses --probes and --refine itself; it cannot be given with --{name}")
+                why = "was not measured with vectors of yours" if name == "vectors" else "chooses --probes and --refine"
+                command.error(f"--recall {why}; it cannot be given with --{name}")
     return options
 
 
@@ -85,7 +86,7 @@ def _parsers() -> tuple[_Parser, dict[str, _Parser]]:
     )
     parser.add_argument("--version", action="version", version=f"drq_fast {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="command", required=True)
-    for add in (_build, _tune, _fit, _encode, _index, _search, _remove, _ids, _train, _evaluate, _report, _info):
+    for add in (_build, _tune, _fit, _encode, _index, _search, _add, _remove, _ids, _train, _evaluate, _report, _info):
         add(commands.add_parser)
     return parser, dict(commands.choices)
 
@@ -221,13 +222,33 @@ def _search(add: Any) -> None:
     parser.add_argument("--out", metavar="FILE.npz", help="write arrays `ids` and `scores` instead of printing them")
 
 
+def _add(add: Any) -> None:
+    parser = _command(
+        add,
+        "add",
+        "add vectors in .npy files to an index",
+        "Encodes the vectors by the codec of the index and replaces its file by one that has them too. If there is an\n"
+        "error, nothing is added. An index that was tuned with fewer vectors should then be tuned again.",
+        "add vectors.drq more.npy",
+        on="RUN|INDEX",
+        replaces=False,
+    )
+    parser.add_argument(
+        "vectors", nargs="+", metavar="FILE.npy", help="numbers [N, D]; several files are read as one array"
+    )
+    text = "integers [N], one new id per vector (default: the numbers after the highest id ever used)"
+    parser.add_argument("--ids", metavar="FILE.npy", help=text)
+    _number(parser, "--beam", 16, "beam width of the encoder; wider is more accurate and slower")
+
+
 def _remove(add: Any) -> None:
     parser = _command(
         add,
         "remove",
-        "remove vectors from the index by id",
-        "Replaces RUN/index.drq by an index without these ids. All of them must be in it, else nothing is removed.",
-        "remove run ids.npy",
+        "remove vectors from an index by id",
+        "Replaces the file of the index by one without these ids. All of them must be in it, else nothing is removed.",
+        "remove vectors.drq ids.npy",
+        on="RUN|INDEX",
         replaces=False,
     )
     parser.add_argument("ids", metavar="FILE.npy", help="integers [n]: the ids")

@@ -136,7 +136,7 @@ def _panels(count: int, width: float, height: float, margin: float, **options: A
 
 
 def _tuning(tuning: Tuning) -> Any:
-    figure, axes = _axes("cost of a query, in codes scanned", f"recall@{tuning.k}")
+    figure, axes = _axes("estimated cost of a query, in codes scanned", f"recall@{tuning.k}")
     costs, recalls = ([getattr(each, key) for each in tuning.settings] for key in ("cost", "recall"))
     axes.plot(costs, recalls, "o-", color=_COLOURS[0], linewidth=2, markersize=5)
     axes.set_xscale("log")

@@ -218,7 +218,7 @@ def _markdown(
 ) -> str:
     first = parts[0]
     names = [_plain(part.name) for part in parts]
-    blocks = [f"# {' beside '.join(names)}", _summary(first, facts)]
+    blocks = [f"# {' beside '.join(names)}", _summary(parts, facts)]
     if experiment is None:
         blocks.append("A fitted run has no labels, so there is no page with retrieved images.")
     else:
@@ -229,13 +229,16 @@ def _markdown(
     return "\n\n".join(blocks) + "\n"
 
 
-def _summary(part: Part, facts: dict[str, Any]) -> str:
+def _summary(parts: Sequence[Part], facts: dict[str, Any]) -> str:
+    """Counts, the metric of every run, and what the first run reaches with all bits."""
+    part, several = parts[0], len(parts) > 1
     last = part.metrics["lengths"][-1]
+    ranked = [f"{each.metrics['metric']}{f' ({_plain(each.name)})' if several else ''}" for each in parts]
     size, whole = f"{last['bytes']:,}", f"{4 * part.layer.dim:,}"
     text = (
-        f"{part.metrics['queries']:,} queries, {part.metrics['database']:,} database items, metric "
-        f"{part.metrics['metric']}. With {last['bits']} bits, {size} bytes instead of {whole}, "
-        f"{part.measured} is {last[part.measure]:.4f}"
+        f"{part.metrics['queries']:,} queries, {part.metrics['database']:,} database items, ranked by metric "
+        f"{', '.join(ranked)}. With {last['bits']} bits, {size} bytes instead of {whole}, "
+        f"{part.measured}{f' of {_plain(part.name)}' if several else ''} is {last[part.measure]:.4f}"
     )
     exact = part.metrics.get("exact")
     text += f"; the features themselves reach {exact[part.measure]:.4f}." if exact else "."

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -43,8 +43,8 @@ _IN_REPORT = re.compile(r"report/[\w-][\w.-]*")
 _SECONDS = 2.0  # between two records of progress; a killed encoding repeats at most this much
 
 
-class Source(Protocol):
-    """Vectors to encode."""
+class Encodable(Protocol):
+    """Vectors that can be encoded, and recognised when an interrupted encoding resumes."""
 
     dim: int
 
@@ -164,17 +164,13 @@ class Run:
             raise type(error)(f"run: {self.folder} cannot be made: {error.strerror or error}.") from error
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise PermissionError(f"run: {self.folder} cannot be written to.")
-        lock = self.folder / ".lock"
+        path = self.folder / ".lock"
         try:
-            file = files.open_regular(lock, "a", follow=False)
+            file = files.open_regular(path, "a", follow=False)
         except OSError as error:
-            raise type(error)(f"run: {lock} cannot be opened: {error.strerror or error}.") from error
+            raise type(error)(f"run: {path} cannot be opened: {error.strerror or error}.") from error
         with file:
-            if fcntl is not None:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    raise BlockingIOError(f"run: another process is writing to {self.folder}.") from error
+            lock(file, self.folder)
             files.remove_remains(self.folder)
             yield
 
@@ -185,20 +181,18 @@ class Run:
         with self.writing():
             yield self.quantizer()
 
-    def vacant(self, path: Path, force: bool, what: str = "") -> None:
-        """Raises FileError if a file of the user has this name, or a result and `force` is not set.
-
-        what: added to the name of the result.
-        """
+    def vacant(self, path: Path, force: bool) -> None:
+        """Raises FileError if a file of the user has this name, or a result and `force` is not set."""
         if os.path.lexists(path) and path.name not in self.made():
             raise _foreign(path)
-        vacant(path, force, what)
+        vacant(path, force)
 
-    def all_vacant(self, force: bool) -> None:
-        """The same for all files that commands have made, and for the model."""
-        self.vacant(self.model, force)
-        for name in sorted(self.made()):
-            vacant(self.folder / name, force)
+    def all_vacant(self, force: bool, what: str = "a run already") -> None:
+        """The same for the model and all files that commands have made; what: the run that is there."""
+        self.vacant(self.model, force=True)
+        if not force and any(os.path.lexists(self.folder / name) for name in self.made()):
+            replaced = "--force replaces its model and deletes its codes, index, metrics and report"
+            raise FileError(f"run: {self.folder} holds {what}; {replaced}.")
 
     def report_vacant(self, force: bool) -> None:
         """The same for the report."""
@@ -272,7 +266,7 @@ class Run:
                 os.replace(old, self.report)
         self._write_record(others | names)
 
-    def encode(self, layer: RecurrentQuantizer, source: Source, *, beam: int, force: bool) -> None:
+    def encode(self, layer: RecurrentQuantizer, source: Encodable, *, beam: int, force: bool) -> None:
         """Writes the codes of all vectors; resumes an interrupted call with the same model, vectors and beam.
 
         `layer` must be the model of this run.
@@ -303,7 +297,7 @@ class Run:
         os.replace(self.partial, self.codes)
         self.forget(self.partial, self.partial_state)
 
-    def _encode(self, source: Source, layer: RecurrentQuantizer, made_by: dict[str, Any]) -> str:
+    def _encode(self, source: Encodable, layer: RecurrentQuantizer, made_by: dict[str, Any]) -> str:
         """Completes the partial file with the codes that it does not have yet; returns its checksum."""
         dtype = np.dtype(np.uint8 if layer.codewords <= 256 else np.int32)
         header = _npy_header(dtype, (len(source), layer.levels))
@@ -364,10 +358,19 @@ class Run:
         return files.fingerprint(self.model, "quantizer")
 
 
-def vacant(path: Path, force: bool, what: str = "") -> None:
-    """Raises FileError if `path` exists and `force` is not set; `what` is added to its name."""
+def lock(file: IO[Any], path: Path) -> None:
+    """Locks an open file until it is closed; BlockingIOError, which names `path`, if another process has done so."""
+    if fcntl is not None:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise BlockingIOError(f"run: another process is writing to {path}.") from error
+
+
+def vacant(path: Path, force: bool) -> None:
+    """Raises FileError if `path` exists and `force` is not set."""
     if os.path.lexists(path) and not force:
-        raise FileError(f"run: {path}{what} exists already; --force replaces it.")
+        raise FileError(f"run: {path} exists already; --force replaces it.")
 
 
 def _foreign(path: Path) -> FileError:

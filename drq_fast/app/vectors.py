@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,21 +51,6 @@ class VectorFiles:
             if first < end and last > begin:
                 parts.append(file.read(max(first - begin, 0), min(last - begin, file.rows)))
         return self._finite(np.concatenate(parts[1:] or parts), np.arange(first, last))
-
-    def blocks(self, desc: str) -> Iterator[tuple[int, Tensor]]:
-        """Yields (number of its first row, block [n, D]) for all rows, with a progress bar."""
-        step = block_rows(self.dim)
-        with tqdm(total=len(self), desc=desc, unit="vector", unit_scale=True, disable=None) as bar:
-            for start in range(0, len(self), step):
-                block = self.read(start, min(start + step, len(self)))
-                yield start, block
-                bar.update(len(block))
-
-    def sample(self, count: int, seed: int) -> Tensor:
-        """`count` distinct random rows in file order, or all rows if there are no more."""
-        if count >= len(self):
-            return self.read(0, len(self))
-        return self.pick(torch.from_numpy(np.sort(np.random.default_rng(seed).choice(len(self), count, replace=False))))
 
     def pick(self, numbers: Tensor) -> Tensor:
         """The rows with these ascending numbers [n], as float32 [n, D]."""

@@ -76,7 +76,7 @@ class Index(Storage):
         codec = codec.to(checks.device("Index", device, codec.device))
         with modes.plain(codec.device):
             coarse = None if centroids is None else Coarse(_centroids(centroids, codec), codec)
-            codes = torch.empty(0, codec.levels, dtype=file.storage(codec.codewords), device=codec.device)
+            codes = torch.empty(0, codec.levels, dtype=file.code_dtype(codec.codewords), device=codec.device)
             lists = None if coarse is None else torch.empty(0, dtype=coarse.dtype, device=codec.device)
             kept = () if vectors is None else stored_vectors.empty(vectors, codec.dim, codec.device)
         self._take(codec, metric, coarse, no_rows(Content(codes, lists, *kept)), None)
@@ -169,12 +169,14 @@ class Index(Storage):
 
         levels: use only the first so many levels of every code. keep: only these ids, or a bool array indexed by id;
         ids that are not in the index are passed over. recall: the share of the true k nearest to be found, above 0 and
-        up to 1; takes the cheapest probes and refine that reached it on sample queries (see `tuning`). probes: how many
-        lists each query looks at, the nearest ones; by default a sixteenth of them, at least 16, and all of them with
-        `keep` or where these have fewer than k vectors. refine: the so many best by codes are scored again by the
-        vectors themselves, those of the index or, if it has none, the rows of `vectors` [n, dim], by id, which may be a
-        memory map. Equal scores come oldest first, with lists in the order of the lists. Where fewer than k vectors
-        remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that is more.
+        up to 1; takes the cheapest probes and refine that reached it on sample queries (see `tuning`), and warns once
+        if the index has 1.5 times as many vectors since, or fewer than two thirds. It cannot be given with `vectors`.
+        probes: how many lists each query looks at, the nearest ones; by default a sixteenth of them, at least 16, and
+        all of them with `keep` or where these have fewer than k vectors. refine: the so many best by codes are scored
+        again by the vectors themselves, those of the index or, if it has none, the rows of `vectors` [n, dim], by id,
+        which may be a memory map. Equal scores come oldest first, with lists in the order of the lists. Where fewer
+        than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if
+        that is more.
         """
         query = checks.listed("search", "query", query)
         single = getattr(query, "ndim", 2) == 1
@@ -183,9 +185,9 @@ class Index(Storage):
         k = checks.integer("search", "k", k, 1, min(max(self._rows.size, _PADDED), checks.MAX_RESULTS))
         chosen = probes is not None
         if recall is not None:
-            probes, refine = self._setting(recall, k, levels, probes, refine, vectors)
+            probes, refine = self._setting(recall, k, vectors, levels, probes, refine)
         if vectors is not None and self.vectors is not None:
-            checks.fail("search", "vectors", f"None, as the index keeps {self.vectors} vectors itself", "others")
+            checks.fail("search", "vectors", f"left out, as the index keeps {self.vectors} vectors itself", "others")
         given = None if vectors is None else stored_vectors.Given(vectors, self.dim)
         candidates = k if refine is None and given is None else self._candidates(refine, k, given)
         probes = self._probes(probes) if keep is None or chosen else self.lists  # a filter may leave little in a list
@@ -221,7 +223,7 @@ class Index(Storage):
         reading beyond its end kills the process (SIGBUS), and other codes give other results. `save` to the same path
         is safe, because it makes a new file.
         """
-        place = checks.device("load", device, torch.device("cpu"))
+        place, mmap = checks.device("load", device, torch.device("cpu")), checks.boolean("load", "mmap", mmap)
         index = cls.__new__(cls)
         with modes.plain(place):
             codec, metric, centroids, known, rows, checksums = file.read(path, mmap, place)
@@ -276,15 +278,23 @@ class Index(Storage):
                 mask.index_fill_(0, positions[positions >= 0], True)
             return mask if alive is None else mask & alive
 
-    def _setting(self, recall: float, k: int, *others: Any) -> tuple[int | None, int | None]:
-        """(probes, refine) for a recall."""
+    def _setting(self, recall: float, k: int, vectors: Any, *others: Any) -> tuple[int | None, int | None]:
+        """(probes, refine) for a recall. Warns once if the index has another size than when it was tuned."""
         if not isinstance(recall, Real) or isinstance(recall, bool) or not 0 < recall <= 1:
             checks.fail("search", "recall", "above 0 and at most 1", repr(recall))
+        if vectors is not None:
+            unknown = "left out with vectors of your own, which were not measured with (give refine instead)"
+            checks.fail("search", "recall", unknown, recall)
         if any(other is not None for other in others):
-            checks.fail("search", "recall", "given without levels, probes, refine and vectors", "one of them too")
+            checks.fail("search", "recall", "given without levels, probes and refine", "one of them too")
         if self._tuning is None:
             raise RuntimeError("search: recall needs an index that was tuned (index.tune, `drq-fast tune`).")
-        setting = self._tuning.cheapest(recall, k, len(self))
+        setting = self._tuning.cheapest(recall, k)
+        if self._warned_of is not self._tuning and not self._tuning.holds_for(len(self)):
+            changed = f"recall was measured with {self._tuning.size:,} vectors, and the index has {len(self):,} now"
+            again = "build it again" if self.vectors is None else "call index.tune(queries) or `drq-fast tune`"
+            warnings.warn(f"search: {changed}, so less may be found; {again}.", stacklevel=3)
+            self._warned_of = self._tuning
         return setting.probes, setting.refine
 
     def _candidates(self, refine: int | None, k: int, given: stored_vectors.Given | None) -> int:

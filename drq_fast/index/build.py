@@ -11,7 +11,7 @@ from .. import checks, functional
 from .. import fit as fitting
 from ..codec import Codec, directions
 from . import coarse
-from .source import Source
+from .source import Source, sample_of
 
 _CODEWORDS = 256  # a byte per level
 _MAX_BITS = 1 << 15
@@ -49,7 +49,7 @@ def fitted(
     rows = fitting.sample_size(_CODEWORDS) if sample is None else checks.integer("build", "sample", sample, 1)
     seed, beam = checks.seed("build", seed), checks.beam("build", beam)
     generator = fitting.seeded(seed)
-    drawn = _sample(x, max(rows, coarse.sample_size(count or 0)), generator)
+    drawn = sample_of("build", x, max(rows, coarse.sample_size(count or 0)), generator)
     unit, some = metric == "cosine", drawn.to(device)
     some = directions(some) if unit else some
     checks.squarable("build", "x", some)
@@ -66,14 +66,6 @@ def fitted(
     offset = found.offset if mean is None else mean
     codec = Codec(found.codebook, found.scale, offset, codebooks=codebooks, unit=unit)
     return Fitted(codec, centroids)
-
-
-def _sample(x: Source, rows: int, generator: torch.Generator) -> Tensor:
-    """Up to `rows` random vectors [n, D] float32, in their order."""
-    chosen = None if len(x) <= rows else fitting.sample_rows(len(x), rows, generator)
-    drawn = x.read(0, len(x)) if chosen is None else x.pick(chosen)
-    checks.finite("build", "x", drawn, torch.float32, chosen)
-    return drawn.float()
 
 
 def _list_count(lists: int | str | None, N: int) -> int | None:

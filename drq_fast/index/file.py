@@ -79,7 +79,7 @@ def check_codes(op: str, codes: Tensor, codewords: int) -> None:
         raise files.FileError(str(error)) from None
 
 
-def storage(codewords: int) -> torch.dtype:
+def code_dtype(codewords: int) -> torch.dtype:
     """How codes are stored: two-byte codes lie in int16 bit for bit, because torch's uint16 has few operations."""
     return torch.uint8 if codewords <= 256 else torch.int16
 
@@ -111,7 +111,7 @@ def read(path: str | os.PathLike[str], mmap: bool, device: torch.device) -> Cont
             expected = f"codebook, scale, codes and perhaps {', '.join(names[:-1])} and {names[-1]}"
             checks.fail("load", "tensors", expected, ", ".join(sorted(tensors)))
         codec, codes = from_file(tensors, config, device), tensors["codes"]
-        wanted = storage(codec.codewords)
+        wanted = code_dtype(codec.codewords)
         if codes.dtype != wanted or codes.ndim != 2 or codes.shape[1] != codec.levels:
             checks.fail("load", "codes", f"{wanted} [N, {codec.levels}]", f"{codes.dtype} {checks.shape_of(codes)}")
         if not mmap:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from .. import checks
+from .. import fit as fitting
 
 _ROWS = 1 << 16  # vectors in a block, at most
 _NUMBERS = 1 << 24  # numbers in a block, unless one vector has more
@@ -55,6 +57,14 @@ def as_source(op: str, x: Any) -> Source:
     if values.ndim != 2 or 0 in values.shape:
         checks.fail(op, "x", "[N, D] with at least one vector and one dimension", checks.shape_of(values))
     return ArraySource(values)
+
+
+def sample_of(op: str, x: Source, rows: int, generator: torch.Generator) -> Tensor:
+    """Up to `rows` random vectors [n, dim] float32 of x, in their order; ValueError if one is not finite."""
+    chosen = None if len(x) <= rows else fitting.sample_rows(len(x), rows, generator)
+    drawn = x.read(0, len(x)) if chosen is None else x.pick(chosen)
+    checks.finite(op, "x", drawn, torch.float32, chosen)
+    return drawn.float()
 
 
 def in_blocks(read: Callable[[int, int], Tensor], N: int, dim: int, desc: str) -> Iterator[Tensor]:

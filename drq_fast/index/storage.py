@@ -43,6 +43,7 @@ class Storage:
     """The rows of an index, with its codec, its metric and its lists."""
 
     _tuning: Tuning | None
+    _warned_of: Tuning | None = None  # that it was measured with another number of vectors
 
     def _take(self, codec: Codec, metric: str, coarse: Coarse | None, rows: Rows, mapped: file.Mapped | None) -> None:
         self._codec, self._metric, self._coarse = codec, metric, coarse
@@ -150,7 +151,7 @@ class Storage:
     def vectors(self) -> str | None:
         """How the vectors are kept beside their codes: "float32", "float16", "int8", or None if they are not."""
         kept = self._rows.content.vectors
-        return None if kept is None else str(kept.dtype).removeprefix("torch.")
+        return None if kept is None else checks.dtype_of(kept)
 
     @property
     def lists(self) -> int | None:
@@ -159,7 +160,10 @@ class Storage:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The bytes of each part in memory: "codec", "centroids", and those of all vectors. A file has 8 per id."""
+        """The bytes of each part of what `save` writes, as in memory: "codec", "centroids", "codes", "vectors", ...
+
+        A file has 8 bytes per id. `nbytes` is more: it counts norms, look-up of ids, and room for rows to come.
+        """
         codec = self.codec
         shared = {"codec": sum(t.nbytes for t in (codec.codebook, codec.scale, codec.offset) if t is not None)}
         shared |= {} if self._coarse is None else {"centroids": self._coarse.centroids.nbytes}
@@ -180,7 +184,7 @@ class Storage:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of codes, vectors, ids, norms, centroids and codec, with the room for rows to come.
+        """All bytes of the index: those of `sizes`, norms, look-up of ids, removed rows, and room for rows to come.
 
         Of an index that was loaded with `mmap`, codes and vectors count too, although they are on disk.
         """
@@ -287,9 +291,10 @@ class Storage:
         file.write(path, self.codec, self.metric, centroids, self._tuning, rows)
 
     def verify(self) -> None:
-        """After an mmap load: reads all codes and raises FileError if they are not what was saved.
+        """Reads the codes and vectors of an index that was loaded with `mmap`; FileError if the file has changed.
 
-        Adding to such an index, copying it, compacting it after many removals or saving it verifies it too.
+        Does nothing for any other index, whose file `load` has verified. Adding to a mapped index, copying it,
+        compacting it after many removals and saving it verify it too.
         """
         mapped = self._mapped
         if mapped is not None:

@@ -31,7 +31,10 @@ _REFINED = 500.0  # codes that are scanned in the time that one candidate takes 
 
 
 class Setting(NamedTuple):
-    """What `search` is given, the share of the true neighbours that it found, and its cost in codes scanned."""
+    """What `search` is given, the share of the true neighbours that it found, and its cost.
+
+    The cost is an estimate of the time of a query, in codes scanned; a candidate that is scored again counts as 500.
+    """
 
     probes: int | None
     refine: int | None
@@ -50,13 +53,14 @@ class Tuning(NamedTuple):
     size: int
     settings: tuple[Setting, ...]
 
-    def cheapest(self, recall: float, k: int, size: int) -> Setting:
-        """The cheapest setting that reached a recall, for k results from an index of this size."""
+    def holds_for(self, size: int) -> bool:
+        """Whether an index of so many vectors is about as large as the one that was measured."""
+        return self.size / _CHANGED <= size <= self.size * _CHANGED
+
+    def cheapest(self, recall: float, k: int) -> Setting:
+        """The cheapest setting that reached a recall, for k results."""
         if k > self.k:
-            checks.fail("search", "k", f"at most {self.k} with recall, which was measured for that; tune the index", k)
-        if not self.size / _CHANGED <= size <= self.size * _CHANGED:
-            changed = f"recall was measured with {self.size} vectors, and the index has {size}"
-            raise RuntimeError(f"search: {changed}; tune the index again.")
+            checks.fail("search", "k", f"at most {self.k} where a recall is asked for, unless `tune` measures more", k)
         # Other queries find a little less or more, so a tenth of what is missing to 1 is added if it can be had.
         for wanted in (recall + (1 - recall) / 10, recall):
             first = bisect_left(self.settings, wanted, key=lambda each: each.recall)
@@ -66,9 +70,12 @@ class Tuning(NamedTuple):
                     return setting
         usable = [each.recall for each in self.settings if each.refine is not None or k == self.k]
         if not usable:
-            checks.fail("search", "k", f"{self.k} with recall, which was measured for that by codes alone", k)
-        most = max(usable)
-        checks.fail("search", "recall", f"at most {most:.4f}, the highest that was measured", recall)
+            checks.fail(
+                "search", "k", f"{self.k} where a recall is asked for, as codes alone were measured for that", k
+            )
+        by_codes = all(each.refine is None for each in self.settings)
+        how = " by codes alone (an index that keeps vectors finds more)" if by_codes else ""
+        checks.fail("search", "recall", f"at most {max(usable):.4f}, the highest that was measured{how}", recall)
 
     def as_json(self) -> dict[str, Any]:
         """What a file holds."""

@@ -94,7 +94,7 @@ class _SquaredErrors(torch.autograd.Function):
             dcodebook = _summed_by_codeword(chosen, dense, pull).to(codebook.dtype)
         else:
             list(_pulled(chosen, dense, pull))  # for dx and dscale alone
-        doffset = None if offset is None else dx.sum(dim=0, dtype=torch.float64).to(offset.dtype)
+        doffset = None if offset is None else _column_sums(dx).to(offset.dtype)
         of_scale = dscale.sum(dim=0, dtype=torch.float64).to(scale.dtype)
         return dx.mul_(-ctx.commitment).to(x.dtype), dcodebook, of_scale, doffset, None, None
 
@@ -145,6 +145,12 @@ def _pulled(chosen: Tensor, dense: _Dense, pull: _Pull) -> Iterator[tuple[slice,
 
         in_threads(work, last - first)
         yield slice(first, last), pulls
+
+
+def _column_sums(values: Tensor) -> Tensor:
+    """[D] float64 of values [N, D]; by blocks, because torch converts all that it adds up first."""
+    blocks = values.split(max(1, _BLOCK // values.shape[1]))
+    return torch.stack([block.sum(dim=0, dtype=torch.float64) for block in blocks]).sum(dim=0)
 
 
 def _dense(codec: Parameters) -> _Dense:

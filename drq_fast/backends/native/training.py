@@ -184,12 +184,12 @@ class Totals:
 
     def to_codebook(self, weights: Tensor, vectors: Tensor, offset: Tensor | None = None) -> None:
         """Adds weights [n, P]^T (vectors [n, D] - offset)."""
-        step = max(16, _TILE // self.levels.D)
+        step = max(16, _TILE // self.levels.D)  # centred and add_product copy what they are given
 
         def work(_: int, columns: slice) -> None:
             shift = None if offset is None else offset[columns]
             plain = shift is None and vectors.dtype == torch.float32
-            for left, right in zip(*(t.split(len(t) if plain else step) for t in (weights, vectors)), strict=True):
+            for left, right in zip(weights.split(step), vectors.split(step), strict=True):
                 some = right[:, columns] if plain else centred(right[:, columns], shift)
                 add_product(self.dcodebook[columns], some, left)
 
