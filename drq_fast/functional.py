@@ -263,7 +263,7 @@ def search(
     unsupported = backends.cannot_search(query, codes, codec, norms)
     column = backends.choose("search", query.device.type, backend, unsupported)
     found = column.search(query, Database(codes, codec, metric, norms, keep), k)
-    return found if limits is None else within(*found, limits, metric)
+    return found if limits is None else within(found.scores, found.positions, limits, metric)
 
 
 def within(scores: Tensor, positions: Tensor, limits: Tensor, metric: str) -> SearchResult:

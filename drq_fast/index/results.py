@@ -22,7 +22,7 @@ class IndexResult(NamedTuple):
 def merge(results: Sequence[Any], k: int | None = None, *, metric: str = "l2") -> IndexResult:
     """The k best of results (scores [Q, n], ids [Q, n]), best first each, in the order (score, id); in kind.
 
-    results: of the same queries, from indexes with the same codec and metric, so that their scores are comparable; n may
+    results: of the same queries, from indexes with the same codec and metric, so that scores can be compared; n may
     differ, and id -1 is none. k: the largest n by default. Where fewer than k remain: id -1 and the worst score. An id
     that several results have is returned several times.
 
