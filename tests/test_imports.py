@@ -20,7 +20,7 @@ FLOORS = [
     ["fit", "parameters", "unique"],
     ["quantizer"],
     ["index", "semantic"],
-    ["retrieval"],
+    ["interop", "retrieval"],
     ["__init__"],
     ["app"],
     ["__main__"],
