@@ -262,8 +262,13 @@ def search(
     codec = Parameters(codebook, scale, offset)
     unsupported = backends.cannot_search(query, codes, codec, norms)
     column = backends.choose("search", query.device.type, backend, unsupported)
-    found = column.search(query, Database(codes, codec, metric, norms, keep), k)
+    found = column.search(query, Database(codes, codec, metric, norms, keep), k, **pruning(column, limits))
     return found if limits is None else within(found.scores, found.positions, limits, metric)
+
+
+def pruning(column: ModuleType, limits: Tensor | None) -> dict[str, Tensor]:
+    """An argument for the search of a backend that can leave out worse scores early; `within` is needed still."""
+    return {} if limits is None or column is not backends.native else {"limits": limits}
 
 
 def within(scores: Tensor, positions: Tensor, limits: Tensor, metric: str) -> SearchResult:

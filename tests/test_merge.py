@@ -11,7 +11,7 @@ from drq_fast import functional
 from drq_fast.backends.native import extension
 
 METRICS = ["l2", "ip", "cosine"]
-BACKENDS = ["torch", *([] if extension.native is None else ["native"])]
+BACKENDS = ["torch", *extension.supported_isas()]  # those of native
 
 
 def by_definition(results, k, metric):
@@ -93,10 +93,13 @@ def test_merged_shards_equal_one_index(codec):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("metric", METRICS)
-@pytest.mark.parametrize("Q", [1, 40])
-@pytest.mark.parametrize("k", [3, 200])
-def test_threshold_leaves_out_what_is_worse(codec, backend, metric, Q, k):
-    x, codebook, scale, offset = codec(N=6000, D=6, K=16, M=3)
+@pytest.mark.parametrize(("Q", "k"), [(1, 3), (1, 200), (5, 10), (70, 3), (70, 30)])
+def test_threshold_leaves_out_what_is_worse(codec, backend, metric, Q, k, monkeypatch):
+    """By every scan: one query, some, a batch, and a batch that guesses its thresholds (k = 30)."""
+    if backend in extension.supported_isas():
+        monkeypatch.setenv("DRQ_FAST_ISA", backend)
+        backend = "native"
+    x, codebook, scale, offset = codec(N=20_000, D=6, K=16, M=3)
     codes, query = functional.encode(x, codebook, scale, offset=offset), x[:Q]
     options = {"k": k, "offset": offset, "metric": metric, "backend": backend}
     scores, positions = functional.search(query, codes, codebook, scale, **options)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -286,3 +289,37 @@ def test_a_sample_of_a_dataset(cluster, x):
         for layer, dataset in zip(layers, blocks, strict=True)
     ]
     assert errors[0] == errors[1]
+
+
+def test_command_line(cluster, x, tmp_path):
+    paths, run = files_of(x, tmp_path / "in", 3), tmp_path / "run"
+    np.save(tmp_path / "x.npy", x.numpy())
+    program = [sys.executable, "-m", "drq_fast"]
+    fitted = [*program, "fit", str(run), str(tmp_path / "x.npy"), "--rounds", "2", "--levels", "2"]
+    subprocess.run(fitted, check=True, capture_output=True)
+    encode = [*program, "encode", str(run), f"{tmp_path}/in/*.parquet", "--json", "--workers", "1", "--ray"]
+    done = subprocess.run([*encode, cluster.address], check=True, capture_output=True, text=True)
+    assert json.loads(done.stdout)["rows"] == N
+    layer = drq_fast.RecurrentQuantizer.load(run / "model.drq")
+    for path, part in zip(paths, x.reshape(3, -1, DIM), strict=True):
+        codes = pq.read_table(run / "codes" / path.name)["codes"].to_pylist()
+        assert codes == layer.encode(part).tolist()
+
+
+@pytest.mark.slow
+def test_twenty_million_codes_in_eight_shards(cluster, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    codec = drq_fast.Codec(torch.randn(256, 32, generator=generator), 0.7 ** torch.arange(4), None)
+    index, count = drq_fast.Index(codec), 2_500_000
+    for s in range(8):
+        codes = torch.randint(256, (count, 4), generator=generator, dtype=torch.uint8)
+        shard = drq_fast.Index(codec)
+        shard.add_codes(codes, ids=torch.arange(s * count, (s + 1) * count))
+        shard.save(tmp_path / f"{s}.drq")
+        index.add_codes(codes)
+    query = torch.randn(50, 32, generator=generator)
+    with on_ray.ShardedIndex(tmp_path) as sharded:
+        for at_once in (8, 2):
+            sharded.at_once = at_once
+            for k in (1, 100):
+                assert_same(sharded.search(query, k=k), index.search(query, k=k))

@@ -188,7 +188,8 @@ class Index(Storage):
         searched = self._snapshot(checks.levels("search", levels, self._codec.levels), keep)
         rows = searched.rows
         most = min(candidates, max(rows.size, 1))
-        scores, found = searched.scan(values, most, probes)
+        certain = limits is not None and refine is None and (chosen or probes == self.lists)  # scans once, by codes
+        scores, found = searched.scan(values, most, probes, limits if certain else None)
         last = found[:, min(k, most) - 1]
         if not chosen and probes != self.lists and len(last) and int(last.min()) < 0:  # the lists had too few
             few = last < 0
