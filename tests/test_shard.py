@@ -37,6 +37,13 @@ def divided(x, index, owner, folder):
     return paths
 
 
+def read_only(value):
+    """As Ray hands arrays to an actor."""
+    array = value.numpy().copy()
+    array.flags.writeable = False
+    return array
+
+
 def owners(N, seed):
     """Shards of very different size."""
     return torch.from_numpy(np.random.default_rng(seed).choice(4, N, p=[0.6, 0.3, 0.095, 0.005]))
@@ -46,7 +53,7 @@ def owners(N, seed):
 def test_shards_by_codes(tmp_path, metric, lists):
     x, index = made(metric, lists, None)
     shards = [shard.Shard(path) for path in divided(x, index, owners(len(x), 1), tmp_path)]
-    query = x[::150].numpy()
+    query = read_only(x[::150])
     for k, levels, probes in itertools.product([1, 7, 300], [None, 1], [None] if lists is None else [2, 6]):
         keep = None if k == 7 else torch.arange(len(x))[::3].numpy()
         threshold = None
@@ -63,9 +70,11 @@ def test_shards_by_codes(tmp_path, metric, lists):
 def test_shards_refine_their_own_candidates(tmp_path, metric):
     x, index = made(metric, None, "int8")
     shards = [shard.Shard(path) for path in divided(x, index, owners(len(x), 2), tmp_path)]
-    query = (x[::150] * 1.1).numpy()
+    query = read_only(x[::150] * 1.1)
     codes = drq_fast.merge([each.search(query, 60, None, None, None, None) for each in shards], 60, metric=metric)
-    found = drq_fast.merge([each.refine(query, codes.ids) for each in shards], 5, metric=metric)
+    found = drq_fast.merge(
+        [each.refine(query, read_only(torch.from_numpy(codes.ids))) for each in shards], 5, metric=metric
+    )
     assert_same(found, index.search(query, 5, refine=60), metric)
 
 
@@ -97,5 +106,12 @@ def test_changes_are_saved_and_may_be_repeated(tmp_path):
         assert one.remove(np.array([0, 1, 999])).size == 62
     again = shard.Shard(str(tmp_path / "a.drq")).describe()
     assert (again.size, again.next_id, again.low, again.high) == (62, 74, 2, 73)
-    assert one.contains(np.array([0, 2, 3, 73, 74, -1])).tolist() == [False, True, True, True, False, False]
+    assert one.contains(read_only(torch.tensor([0, 2, 3, 73, 74, -1]))).tolist() == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert sorted(np.concatenate([one.ids_of(part, 3) for part in range(3)]).tolist()) == sorted(one.index.ids.tolist())

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from tqdm import tqdm
 
 if importlib.util.find_spec("pyarrow") is None:
@@ -135,7 +134,7 @@ def _write(codec: Codec, task: Task, file: Any, target: Path, progress: Callable
 def encoded(codec: Codec, column: Any, beam: int, where: str, first: int = 0) -> Any:
     """The codes of an Arrow array of vectors, as fixed_size_list[levels]; where: what an error names."""
     x = vectors("encode", column, codec.dim, where, first)
-    codes = codec.encode(torch.from_numpy(x), beam).numpy()
+    codes = codec.encode(x, beam)
     return pa.FixedSizeListArray.from_arrays(pa.array(codes.ravel()), codec.levels)
 
 

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from .. import files, modes
+from .. import checks, files, modes
 from ..codec import Codec
 from ..index import Index, IndexResult, merge
 from ..index.ids import MAX_ID
@@ -87,15 +86,16 @@ class Shard:
     def refine(self, query: np.ndarray, ids: np.ndarray) -> IndexResult:
         """Those candidates ids [Q, n] that are in this shard, scored by the stored vectors: [Q, n]."""
         index = self.index
+        candidates = checks.id_array("search", "ids", ids.ravel())
         with index._lock, modes.plain(index.device):
-            rows, positions = index._readable(), index._find(torch.from_numpy(ids.ravel()).clamp_min(0))
-        positions = positions.where(torch.from_numpy(ids.ravel()) >= 0, -1).view(ids.shape)
+            rows, positions = index._readable(), index._find(candidates.clamp_min(0))
+        positions = positions.where(candidates >= 0, -1).view(ids.shape)
         stored = rows.content.stored()
         if stored is None:
             raise RuntimeError(
                 'search: refine needs vectors, and the index has codes only; make it with vectors="float16".'
             )
-        values = torch.from_numpy(query)
+        values = checks.array("search", "query", query)
         values = of_moderate_length(values) if index.metric == "cosine" else values
         scores, found = refined(values, positions, stored, index.metric, ids.shape[1])
         found = rows.ids_at(found) if rows.size else found
@@ -110,7 +110,7 @@ class Shard:
         """Which of ids [n] the shard has."""
         index = self.index
         with index._lock, modes.plain(index.device):
-            wanted: Tensor = torch.from_numpy(ids)
+            wanted = checks.id_array("contains", "ids", ids)
             return ((index._find(wanted.clamp(0, MAX_ID)) >= 0) & (wanted >= 0)).numpy()
 
     def upsert(self, x: np.ndarray, ids: np.ndarray, beam: int) -> Description:
