@@ -109,14 +109,15 @@ def process_of(actor):
 def test_a_killed_shard_comes_back_and_no_query_is_lost(shards, x):
     index, sharded = shards
     sharded.at_once = 4
-    query = x[torch.arange(1000) * 7 % N] + 0.01
+    count = 1000 if index.lists is None else 100
+    query = x[torch.arange(count) * 7 % N] + 0.01
     expected = index.search(query, k=5)
     pids = [process_of(actor) for actor in sharded._actors[:2]]
     killer = threading.Timer(0.3, lambda: [os.kill(pid, signal.SIGKILL) for pid in pids])
     killer.start()
-    for q in range(1000):
+    for q in range(count):
         assert sharded.search(query[q], k=5).ids.tolist() == expected.ids[q].tolist()
-        if q == 900:  # they were killed long ago, or soon will be
+        if q == count - 50:  # they were killed long ago, or soon will be
             killer.join()
     assert process_of(sharded._actors[0]) != pids[0]
 
@@ -167,26 +168,21 @@ def test_changes_go_to_the_right_shard_and_survive_it(cluster, x, tmp_path):
     assert len(drq_fast.Index.load(tmp_path / "0.drq")) == 45
 
 
-def test_shards_that_do_not_fit_together(cluster, x, tmp_path):
-    def shard(name, codec, ids, metric="l2"):
-        index = drq_fast.Index(codec, metric)
+def test_an_id_in_two_shards_and_a_shard_that_is_not_there(cluster, x, tmp_path):
+    codec = drq_fast.Index.build(x, bits=16, seed=0, tune=False).codec
+    paths = [str(tmp_path / f"{name}.drq") for name in "ab"]
+    for path, ids in zip(paths, (range(0, 20, 2), [1, 3, 8]), strict=True):
+        index = drq_fast.Index(codec)
         index.add(x[: len(ids)], ids=ids)
-        index.save(tmp_path / name)
-        return str(tmp_path / name)
-
-    codecs = [drq_fast.Index.build(x, bits=16, seed=seed, tune=False).codec for seed in range(2)]
-    first = shard("a.drq", codecs[0], range(10))
-    for other, message in (
-        (shard("b.drq", codecs[1], range(10, 20)), r"b\.drq must be of the same codec as .*a\.drq, got another\.$"),
-        (shard("c.drq", codecs[0], range(10, 20), "ip"), r"c\.drq must be of metric l2, like .*a\.drq, got ip\.$"),
-        (shard("d.drq", codecs[0], range(7, 17)), r"d\.drq must be without the ids of .*a\.drq, got 7 in both\.$"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            on_ray.ShardedIndex([first, other])
+        index.save(path)
+    with pytest.raises(ValueError, match=r"b\.drq must be without the ids of .*a\.drq, got 8 in both\.$"):
+        on_ray.ShardedIndex(paths)
     with pytest.raises(RuntimeError, match=r"^ShardedIndex: no answer from .*none\.drq \(load: .*cannot be read"):
-        on_ray.ShardedIndex([first, tmp_path / "none.drq"])
+        on_ray.ShardedIndex([tmp_path / "none.drq"])
     with pytest.raises(ValueError, match=r"^ShardedIndex: paths must be different, got .*a\.drq more than once\.$"):
-        on_ray.ShardedIndex([first, first])
+        on_ray.ShardedIndex([paths[0], paths[0]])
+    with pytest.raises(ValueError, match=r"^ShardedIndex: .* must be a folder with \.drq files, got none\.$"):
+        on_ray.ShardedIndex(tmp_path.parent)
 
 
 @pytest.fixture(scope="module")
@@ -253,11 +249,10 @@ def test_a_killed_worker_loses_no_file_and_writes_no_row_twice(cluster, x, codec
     for table in tables:
         np.testing.assert_array_equal(codes[table["id"].to_numpy()], table["codes"].to_pylist())
     before = {path: path.stat().st_ino for path in out.glob("*.parquet")}
-    assert on_ray.encode_files(codec, paths, out, workers=2, **slow) == N  # resumed: nothing is left to do
-    assert before == {path: path.stat().st_ino for path in out.glob("*.parquet")}
     pq.write_table(pa.table({"id": [0], "embedding": [[1.0, 2.0]]}), paths[0])
     with pytest.raises(ValueError, match=r"^encode: .*/in/0\.parquet has a vector of 2 dimensions in row 0, and the"):
-        on_ray.encode_files(codec, paths, out, workers=2, **slow)
+        on_ray.encode_files(codec, paths, out, workers=1, **slow)
+    assert before == {path: path.stat().st_ino for path in out.glob("*.parquet")}  # the others were not made again
 
 
 def test_a_fit_does_not_depend_on_the_number_of_workers(cluster, x, monkeypatch):
@@ -277,8 +272,6 @@ def test_a_fit_does_not_depend_on_the_number_of_workers(cluster, x, monkeypatch)
         torch.set_num_threads(threads)
     assert one.errors == pytest.approx(errors, abs=1e-6)
     torch.testing.assert_close(one.codec.codebook, layer.codec().codebook, rtol=0, atol=0)
-    with pytest.raises(ValueError, match=r"^fit: column 'data' has a vector of 8 dimensions in row 0"):
-        on_ray.fit(dataset, 16, 3, **(options | {"dim": 5}))
 
 
 def test_a_sample_of_a_dataset(cluster, x):

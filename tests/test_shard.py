@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def owners(N, seed):
     return torch.from_numpy(np.random.default_rng(seed).choice(4, N, p=[0.6, 0.3, 0.095, 0.005]))
 
 
-@pytest.mark.parametrize(("metric", "lists"), itertools.product(METRICS, [None, 6]))
+@pytest.mark.parametrize(("metric", "lists"), list(itertools.product(METRICS, [None, 6])))
 def test_shards_by_codes(tmp_path, metric, lists):
     x, index = made(metric, lists, None)
     shards = [shard.Shard(path) for path in divided(x, index, owners(len(x), 1), tmp_path)]
@@ -72,9 +73,8 @@ def test_shards_refine_their_own_candidates(tmp_path, metric):
     shards = [shard.Shard(path) for path in divided(x, index, owners(len(x), 2), tmp_path)]
     query = read_only(x[::150] * 1.1)
     codes = drq_fast.merge([each.search(query, 60, None, None, None, None) for each in shards], 60, metric=metric)
-    found = drq_fast.merge(
-        [each.refine(query, read_only(torch.from_numpy(codes.ids))) for each in shards], 5, metric=metric
-    )
+    ids = read_only(torch.from_numpy(codes.ids))
+    found = drq_fast.merge([each.refine(query, ids) for each in shards], 5, metric=metric)
     assert_same(found, index.search(query, 5, refine=60), metric)
 
 
@@ -103,15 +103,37 @@ def test_changes_are_saved_and_may_be_repeated(tmp_path):
     one = shard.Shard(str(tmp_path / "a.drq"))
     for _ in range(2):
         assert one.upsert(x[:5].numpy() + 9, np.array([3, 70, 71, 72, 73]), 1).size == 64
+    for _ in range(2):
         assert one.remove(np.array([0, 1, 999])).size == 62
     again = shard.Shard(str(tmp_path / "a.drq")).describe()
     assert (again.size, again.next_id, again.low, again.high) == (62, 74, 2, 73)
-    assert one.contains(read_only(torch.tensor([0, 2, 3, 73, 74, -1]))).tolist() == [
-        False,
-        True,
-        True,
-        True,
-        False,
-        False,
-    ]
+    asked = read_only(torch.tensor([0, 2, 3, 73, 74, -1]))
+    assert one.contains(asked).tolist() == [False, True, True, True, False, False]
     assert sorted(np.concatenate([one.ids_of(part, 3) for part in range(3)]).tolist()) == sorted(one.index.ids.tolist())
+
+
+def test_shards_that_are_not_of_one_index(tmp_path):
+    x = made("l2", None, None)[0]
+    codecs = [drq_fast.Index.build(x, bits=16, seed=seed, tune=False).codec for seed in range(2)]
+    centroids = [x[:4], x[4:8]]
+    indexes = {
+        "a": drq_fast.Index(codecs[0]),
+        "b": drq_fast.Index(codecs[1]),
+        "c": drq_fast.Index(codecs[0], "ip"),
+        "d": drq_fast.Index(codecs[0], vectors="int8"),
+        "e": drq_fast.Index(codecs[0], centroids=centroids[0]),
+        "f": drq_fast.Index(codecs[0], centroids=centroids[1]),
+    }
+    for name, index in indexes.items():
+        index.save(tmp_path / name)
+    known = {name: shard.Shard(str(tmp_path / name)).describe() for name in indexes}
+    for first, second, message in (
+        ("a", "b", "b must be of the same codec as a, got another."),
+        ("a", "c", "c must be of metric l2, like a, got ip."),
+        ("a", "d", "d must be of vectors None, like a, got int8."),
+        ("a", "e", "e must be of lists None, like a, got 4."),
+        ("e", "f", "f must be of the same centroids as e, got others."),
+    ):
+        with pytest.raises(ValueError, match=f"^ShardedIndex: {re.escape(message)}$"):
+            shard.check_alike([first, second], [known[first], known[second]])
+    shard.check_alike(["a", "a"], [known["a"], known["a"]])

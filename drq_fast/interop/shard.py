@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,3 +128,17 @@ class Shard:
         self.index.save(self.path)
         self._index = None  # mapped again
         return self.describe()
+
+
+def check_alike(paths: Sequence[str], shards: Sequence[Description]) -> None:
+    """ValueError unless the shards in these files have codec, metric, lists and kind of vectors in common."""
+    first, path = shards[0], paths[0]
+    for name, shard in zip(paths, shards, strict=True):
+        if shard.codec != first.codec:
+            checks.fail("ShardedIndex", name, f"of the same codec as {path}", "another")
+        for what in ("metric", "vectors", "lists"):
+            expected, found = getattr(first, what), getattr(shard, what)
+            if found != expected:
+                checks.fail("ShardedIndex", name, f"of {what} {expected}, like {path}", found)
+        if shard.centroids != first.centroids:
+            checks.fail("ShardedIndex", name, f"of the same centroids as {path}", "others")

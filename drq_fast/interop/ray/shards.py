@@ -19,7 +19,7 @@ from ...index import IndexResult, merge
 from ...index.coarse import default_probes
 from ...index.ids import checked_ids
 from ...index.searched import of_moderate_length
-from ..shard import Description, Shard
+from ..shard import Description, Shard, check_alike
 
 _COMPARED = 1 << 24  # ids that one task looks for duplicates in
 _CPU = torch.device("cpu")
@@ -78,7 +78,7 @@ class ShardedIndex:
         actor = ray.remote(Shard).options(**settings)
         self._actors = [actor.remote(path) for path in self.paths]
         self._shards: list[Description] = self._all("ShardedIndex", "describe")
-        self._check_alike()
+        check_alike(self.paths, self._shards)
         self._check_ids()
 
     def __len__(self) -> int:
@@ -285,18 +285,6 @@ class ShardedIndex:
                         raise error.cause from None
                     missing[self.paths[shard]] = str(error.cause).rstrip(".")
         return found
-
-    def _check_alike(self) -> None:
-        first, path = self._shards[0], self.paths[0]
-        for name, shard in zip(self.paths, self._shards, strict=True):
-            if shard.codec != first.codec:
-                checks.fail("ShardedIndex", name, f"of the same codec as {path}", "another")
-            for what in ("metric", "vectors", "lists"):
-                expected, found = getattr(first, what), getattr(shard, what)
-                if found != expected:
-                    checks.fail("ShardedIndex", name, f"of {what} {expected}, like {path}", found)
-            if shard.centroids != first.centroids:
-                checks.fail("ShardedIndex", name, f"of the same centroids as {path}", "others")
 
     def _check_ids(self) -> None:
         """No id in two shards. Compares ids only if their ranges overlap, some at a time, in tasks of the cluster."""
