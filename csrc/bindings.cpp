@@ -280,15 +280,17 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "search_cpu",
       [](const Database& database, Address query, Address scores, Address positions, int64_t Q, int64_t k,
-         const std::string& isa, int threads) {
+         const std::string& isa, int threads, Address ceilings) {
         const int chosen = index_of(isa);
         drq::Search job = database.job;
         drq::Queries queries = database.queries;
         job.scores = At{scores}, job.positions = At{positions}, job.Q = Q, job.k = k, queries.rows = At{query};
+        job.ceilings = At{ceilings};
         py::gil_scoped_release release;
         return drq::search_cpu(job, queries, chosen, threads);
       },
-      arg("database"), arg("query"), arg("scores"), arg("positions"), arg("Q"), arg("k"), arg("isa"), arg("threads"));
+      arg("database"), arg("query"), arg("scores"), arg("positions"), arg("Q"), arg("k"), arg("isa"), arg("threads"),
+      arg("ceilings") = 0);
   module.def(
       "search_given_cpu",
       [](const drq::Search& job, const std::string& isa, int threads) {
@@ -308,16 +310,17 @@ PYBIND11_MODULE(_C, module) {
   module.def(
       "search_lists_cpu",
       [](const Database& database, const drq::Lists& lists, Address query, Address scores, Address positions, int64_t Q,
-         int64_t k, const std::string& isa, int threads) {
+         int64_t k, const std::string& isa, int threads, Address ceilings) {
         const int chosen = index_of(isa);
         drq::Search job = database.job;
         drq::Queries queries = database.queries;
         job.scores = At{scores}, job.positions = At{positions}, job.Q = Q, job.k = k, queries.rows = At{query};
+        job.ceilings = At{ceilings};
         py::gil_scoped_release release;
         return drq::search_lists_cpu(job, queries, lists, chosen, threads);
       },
       arg("database"), arg("lists"), arg("query"), arg("scores"), arg("positions"), arg("Q"), arg("k"), arg("isa"),
-      arg("threads"));
+      arg("threads"), arg("ceilings") = 0);
   module.def(
       "search_given_lists_cpu",
       [](const drq::Search& job, const drq::Lists& lists, const std::string& isa, int threads) {

@@ -51,12 +51,16 @@ struct Search {
   int64_t stride;
   int metric;
   bool wide;  // codes are uint16
+  // [Q]  codes whose cost (see turned()) is not below it are left out; null: none are. CUDA does not read it.
+  const float* ceilings = nullptr;
 
   // The entries [K] of level m for query q.
   DRQ_INLINE const float* entries(int64_t q, int64_t m) const { return table + q * T + bases[m]; }
   // Whether all levels have the same entries.
   DRQ_INLINE bool shared() const { return bases[M - 1] == 0; }
 };
+
+inline float ceiling_of(const Search& job, int64_t q) { return job.ceilings == nullptr ? INFINITY : job.ceilings[q]; }
 
 // The score of a code for a query, given the sum of its table entries; no fused multiply-add anywhere.
 DRQ_INLINE float score_of(int metric, float sum, float norm, float constant, float length) {

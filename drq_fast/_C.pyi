@@ -176,11 +176,28 @@ def lookup_cuda(job: Lookup, stream: int) -> None: ...
 def packed_size(K: int, D: int) -> int: ...  # floats
 def pack_codebook(codebook: int, columns: int, K: int, D: int) -> None: ...
 def search_cpu(
-    database: Database, query: int, scores: int, positions: int, Q: int, k: int, isa: str, threads: int
+    database: Database,
+    query: int,
+    scores: int,
+    positions: int,
+    Q: int,
+    k: int,
+    isa: str,
+    threads: int,
+    ceilings: int = 0,
 ) -> int: ...  # the first row of query that has NaN or infinity, else -1
 def search_given_cpu(job: Search, isa: str, threads: int) -> None: ...
 def search_lists_cpu(
-    database: Database, lists: Lists, query: int, scores: int, positions: int, Q: int, k: int, isa: str, threads: int
+    database: Database,
+    lists: Lists,
+    query: int,
+    scores: int,
+    positions: int,
+    Q: int,
+    k: int,
+    isa: str,
+    threads: int,
+    ceilings: int = 0,
 ) -> int: ...  # as search_cpu
 def search_given_lists_cpu(job: Search, lists: Lists, isa: str, threads: int) -> None: ...
 def environment(name: str) -> str | None: ...

@@ -16,6 +16,7 @@ _MODULES = {
     "SemanticIds": "semantic",
     "cut": "codes",
     "functional": "functional",
+    "merge": "index",
     "pack": "codes",
     "unpack": "codes",
     "use_backend": "backends",
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from .files import FileError as FileError
     from .index import Index as Index
     from .index import IndexResult as IndexResult
+    from .index import merge as merge
     from .quantizer import QuantizerOutput as QuantizerOutput
     from .quantizer import RecurrentQuantizer as RecurrentQuantizer
     from .semantic import SemanticIds as SemanticIds

@@ -375,6 +375,21 @@ def device(op: str, value: Any, default: torch.device) -> torch.device:
         fail(op, "device", "an available device", f"{value!r} ({str(error).partition(chr(10))[0]})")
 
 
+def thresholds(op: str, value: Any, Q: int, device: torch.device) -> Tensor | None:
+    """A number, or one for each of Q queries, as float32 [Q]; None stays None."""
+    if value is None:
+        return None
+    if isinstance(value, Real) and not isinstance(value, bool):
+        limits = torch.full((Q,), _float(value), dtype=torch.float32, device=device)
+    else:
+        limits = array(op, "threshold", listed(op, "threshold", value)).detach().to(device, torch.float32)
+        if limits.shape != (Q,):
+            fail(op, "threshold", f"a number or [{Q}], one per query", shape_of(limits))
+    if bool(limits.isnan().any()):
+        fail(op, "threshold", "numbers", "NaN")
+    return limits
+
+
 def norms(op: str, value: Any, N: int, device: torch.device) -> None:
     if value is None:
         return

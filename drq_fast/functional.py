@@ -251,12 +251,14 @@ def search(
     levels: int | None = None,
     norms: Tensor | None = None,
     keep: Tensor | None = None,
+    threshold: float | Tensor | None = None,
     backend: str | None = None,
 ) -> SearchResult:
     """The k best of codes [N, M] for each query [Q, D]: SearchResult(scores [Q, k], positions [Q, k] int64).
 
     Order: (score, position), so equal scores come oldest first on every backend. keep [N] bool: the positions to look
-    at. Where fewer than k remain: position -1 and score +inf (l2) or -inf. Scores are differentiable in the query.
+    at. threshold: a score, or one per query [Q]; codes with a worse score are left out. Where fewer than k remain:
+    position -1 and score +inf (l2) or -inf. Scores are differentiable in the query.
 
     >>> scores, positions = search(query, codes, codebook, scale, k=10)
     """
@@ -264,9 +266,23 @@ def search(
     codes = _check_search("search", query, codes, codec, metric, levels, norms)
     k = checks.integer("search", "k", k, 1)
     checks.mask("search", keep, len(codes), codebook.device)
+    limits = checks.thresholds("search", threshold, len(query), codebook.device)
     unsupported = backends.cannot_search(query, codes, codec, norms)
     column = backends.choose("search", query.device.type, backend, unsupported)
-    return column.search(query, Database(codes, codec, metric, norms, keep), k)
+    found = column.search(query, Database(codes, codec, metric, norms, keep), k, **pruning(column, limits))
+    return found if limits is None else within(found.scores, found.positions, limits, metric)
+
+
+def pruning(column: ModuleType, limits: Tensor | None) -> dict[str, Tensor]:
+    """An argument for the search of a backend that can leave out worse scores early; `within` is needed still."""
+    return {} if limits is None or column is not backends.native else {"limits": limits}
+
+
+def within(scores: Tensor, positions: Tensor, limits: Tensor, metric: str) -> SearchResult:
+    """Results [Q, k] without those that are worse than limits [Q], which position -1 and the worst score replace."""
+    limits, worst = limits[:, None].to(scores.dtype), float("inf") if metric == "l2" else float("-inf")
+    good = scores <= limits if metric == "l2" else scores >= limits
+    return SearchResult(scores.where(good, worst), positions.where(good, -1))
 
 
 def _codec(

@@ -13,6 +13,7 @@ from . import ema
 from .backends.native.products import product
 from .backends.native.threads import in_parallel
 from .backends.types import Parameters
+from .blocks import Calls
 
 _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] tile that stays in cache
 _COUNTED = 512  # codewords up to which the counts of pairs [K, K] are kept
@@ -33,6 +34,13 @@ class Statistics(NamedTuple):
     cross: Tensor  # [M]     of <x, C_i[b_i]>
     sums: Tensor  # [M, K, D] of x by codeword
     pairs: dict[tuple[int, int], Tensor]  # level i >= j -> [K, K], how often two codewords meet; where K is small
+    uses: Tensor  # [T] int64: how often each codeword occurs
+
+    def __add__(self, other: Statistics) -> Statistics:  # type: ignore[override]  # a tuple would append
+        """The sums over the vectors of both."""
+        pairs = {levels: counts + other.pairs[levels] for levels, counts in self.pairs.items()}
+        energy, inner, cross = self.energy + other.energy, self.inner + other.inner, self.cross + other.cross
+        return Statistics(energy, inner, cross, self.sums + other.sums, pairs, self.uses + other.uses)
 
     def errors(self, scale: Tensor) -> Tensor:
         """sum ||x - xhat_m||^2 [..., M] with scale [..., M]."""
@@ -72,8 +80,9 @@ def collect(x: Tensor, codes: Tensor, codec: Parameters, energy: Tensor) -> Stat
         for (i, j), (_, total) in zip(levels, done[M:], strict=True):
             inner[i, j] = inner[j, i] = total
         pairs = {pair: counts for pair, (counts, _) in zip(levels, done[M:], strict=True) if counts is not None}
-    sums = torch.stack(done[:M])
-    return Statistics(energy, inner, torch.stack([(sums[m] * codec.words(m)).sum() for m in range(M)]), sums, pairs)
+    sums, uses = torch.stack(done[:M]), torch.bincount(codec.rows(codes).flatten(), minlength=len(codebook))
+    cross = torch.stack([(sums[m] * codec.words(m)).sum() for m in range(M)])
+    return Statistics(energy, inner, cross, sums, pairs, uses)
 
 
 def run_all(tasks: Sequence[Callable[[], Any]], device: torch.device) -> list[Any]:
@@ -91,11 +100,11 @@ def _pair(b_i: Tensor, b_j: Tensor, gram: Tensor) -> tuple[Tensor | None, Tensor
     K = len(gram)
     if K > _COUNTED:
         return None, gram[b_i, b_j].sum()
-    counts = _count_pairs(b_i, b_j, K).to(gram)
+    counts = count_pairs(b_i, b_j, K).to(gram)
     return counts, (counts * gram).sum()
 
 
-def _count_pairs(b_i: Tensor, b_j: Tensor, K: int) -> Tensor:
+def count_pairs(b_i: Tensor, b_j: Tensor, K: int) -> Tensor:
     """[K, K]: how often codeword b_i [N] of one level meets b_j [N] of another."""
     return torch.bincount(b_i * K + b_j, minlength=K * K).view(K, K)
 
@@ -110,8 +119,8 @@ def _sums(x: Tensor, column: Tensor, K: int) -> Tensor:
     return sums.index_put_((column,), x, accumulate=True)  # sorts first; index_add_ would not be deterministic on a GPU
 
 
-def codebook_of(statistics: Statistics, codes: Tensor, codec: Parameters, omega: Tensor) -> Tensor:
-    """The codebook [T, D] that minimises sum_m omega[m] ||x - xhat_m||^2 for given codes [N, M]; keeps unused rows.
+def codebook_of(statistics: Statistics, data: Calls, codec: Parameters, omega: Tensor) -> Tensor:
+    """The codebook [T, D] that minimises sum_m omega[m] ||x - xhat_m||^2 for given codes; keeps unused rows.
 
     Normal equations H C = R with H = sum_m omega_m A_m^T A_m, A_m[n] = sum_{i<=m} scale_i onehot(b_i): a pair of levels
     (i, j) appears in every prefix from max(i, j) on, so counting pairs of codewords gives H. Large systems are solved
@@ -123,12 +132,11 @@ def codebook_of(statistics: Statistics, codes: Tensor, codec: Parameters, omega:
     for m, own in enumerate(_own_rows(codec)):
         R[own] += scale[m] * remaining[m] * statistics.sums[m]
     if len(codebook) <= _DENSE:
-        H = _normal_matrix(statistics, codes, codec, remaining)
+        H = _normal_matrix(statistics, data, codec, remaining)
         diagonal, times = H.diagonal(), functools.partial(_product, H)
     else:
-        counts = torch.bincount(codec.rows(codes).flatten(), minlength=len(codebook))
-        diagonal = counts * (scale.square() * remaining).mean()
-        times = functools.partial(_times_by_codes, codes, codec, remaining)
+        diagonal = statistics.uses * (scale.square() * remaining).mean()
+        times = functools.partial(data.total, "times", codec, remaining)
     ridge = _RIDGE * diagonal.mean()
     if len(codebook) <= _DIRECT:
         regular = H + ridge * torch.eye(len(H), dtype=H.dtype, device=H.device)
@@ -142,7 +150,7 @@ def _product(H: Tensor, P: Tensor) -> Tensor:
     return product(H, P) if H.device.type == "cpu" else H @ P
 
 
-def _normal_matrix(statistics: Statistics, codes: Tensor, codec: Parameters, remaining: Tensor) -> Tensor:
+def _normal_matrix(statistics: Statistics, data: Calls, codec: Parameters, remaining: Tensor) -> Tensor:
     """H [T, T], its rows in parallel."""
     K, M, scale, own = codec.codewords, len(codec.scale), codec.scale, _own_rows(codec)
     weight = scale[:, None] * scale * remaining[_later(M, scale.device)]  # [M, M]
@@ -151,7 +159,7 @@ def _normal_matrix(statistics: Statistics, codes: Tensor, codec: Parameters, rem
     def counts_of(i: int, j: int) -> Tensor:
         known = statistics.pairs.get((max(i, j), min(i, j)))
         if known is None:
-            return _count_pairs(codes[:, i].long(), codes[:, j].long(), K)
+            known = data.total("count_pairs", max(i, j), min(i, j), K)
         return known if i >= j else known.T
 
     def fill(group: int) -> None:
@@ -163,7 +171,7 @@ def _normal_matrix(statistics: Statistics, codes: Tensor, codec: Parameters, rem
     return H
 
 
-def _times_by_codes(codes: Tensor, codec: Parameters, remaining: Tensor, P: Tensor) -> Tensor:
+def times_by_codes(codes: Tensor, codec: Parameters, remaining: Tensor, P: Tensor) -> Tensor:
     """H P [T, d] without H: what codes [N, M] make of P [T, d], added up by codeword."""
     chosen, scale, M = codec.rows(codes), codec.scale, len(codec.scale)
     total = torch.zeros_like(P)

@@ -11,6 +11,7 @@ import torch
 from drq_fast import Codec, Index, RecurrentQuantizer, SemanticIds, checks, ema, fit, functional, refit
 from drq_fast.backends.native import extension
 from drq_fast.backends.types import Parameters
+from drq_fast.blocks import Blocks
 
 needs_native = pytest.mark.skipif(extension.why_not("cpu") is not None, reason="the extension is not built")
 SHAPES = [(4, 4, 9, 5), (6, 2, 16, 7), (6, (4, 2), 5, 3), (8, 8, 17, 12), (5, (1, 3, 1), 300, 6)]  # M, codebooks, K, D
@@ -220,7 +221,8 @@ def test_the_refit_minimises_the_error_for_given_codes(dense, direct, monkeypatc
     x, codebook, scale, _ = codec_of(6, 2, 16, 7, torch.float64)
     groups, omega = checks.groups("test", 2, 6), torch.tensor([0.3, 0.1, 0.0, 0.2, 0.5, 1.0], dtype=torch.float64)
     codec = Parameters(codebook, scale, None, groups)
-    codes = functional.encode_checked(x, codec, 1, None)
+    block = fit.Block(x)
+    block.codes = codes = functional.encode_checked(x, codec, 1, None)
 
     def cost(words):
         decoded = [
@@ -230,7 +232,7 @@ def test_the_refit_minimises_the_error_for_given_codes(dense, direct, monkeypatc
 
     for _ in range(4):  # the ridge keeps each refit a little short of the minimum
         statistics = refit.collect(x, codes, codec, x.square().sum())
-        codec = Parameters(refit.codebook_of(statistics, codes, codec, omega), scale, None, groups)
+        codec = Parameters(refit.codebook_of(statistics, Blocks([block]), codec, omega), scale, None, groups)
     words = codec.codebook.clone().requires_grad_()
     total = cost(words)
     (gradient,) = torch.autograd.grad(total, words)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,16 @@ def test_texts_are_found_and_longer_codes_find_more():
     assert len(recalls) == 3
     assert recalls == sorted(set(recalls))
     assert "calendar.monthcalendar" in text.splitlines()[-1]
+
+
+def test_answers_over_http_are_those_of_one_index():
+    pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", str(port)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    assert "100 answers, all as of one index" in done.stdout
 
 
 def test_the_paper_in_twenty_lines(tmp_path):

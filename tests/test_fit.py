@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import os
 import pty
 import struct
@@ -16,6 +17,7 @@ import torch
 
 from drq_fast import RecurrentQuantizer, fit, functional, refit
 from drq_fast.backends.types import Parameters
+from drq_fast.blocks import Blocks, sum_of
 from drq_fast.functional import default_weights
 
 F64 = torch.float64
@@ -45,7 +47,7 @@ def test_refit_is_the_minimum_for_given_codes(job):
     statistics = refit.collect(x, codes, Parameters(codebook, scale, None), x.square().sum())
     for _ in range(8):  # the ridge keeps each refit a little short of the minimum
         codec = Parameters(codebook, scale, None)
-        codebook_before, codebook = codebook, refit.codebook_of(statistics, codes, codec, omega)
+        codebook_before, codebook = codebook, refit.codebook_of(statistics, Blocks([]), codec, omega)
         assert torch.equal(codebook[7], codebook_before[7])
     codebook = codebook.clone().requires_grad_()
     cost = weighted_error(x, codes, codebook, scale, omega)
@@ -358,7 +360,7 @@ def test_an_error_names_the_row_of_the_users_data():
     """Only a sample is read, and batches come one after another: rows are counted in the whole."""
     x, layer = data(2000), RecurrentQuantizer(12, 16, 2)
     x[1500:] = float("nan")
-    drawn = fit._shuffled(2000, fit.seeded(0))[:50].sort().values
+    drawn = fit.shuffled(2000, fit.seeded(0))[:50].sort().values
     for source in (x, x.numpy(), x.double() * 1e30):
         with pytest.raises(ValueError, match="fit: x must be finite, got NaN or infinity in row") as caught:
             layer.fit(source, sample=50, seed=0)
@@ -453,3 +455,27 @@ def test_weights_of_levels_balance_short_codes_and_long_ones():
     alone, equal, weighted = errors(2), errors(6), errors(6, [8.0, 8.0, 1.0, 1.0, 1.0, 1.0])
     assert alone[1] < weighted[1] < equal[1]
     assert equal[5] < weighted[5]
+
+
+@pytest.mark.parametrize("bounds", [[0, 7], [0, 4, 7], [0, 1, 3, 7], [0, 3, 6, 7]])
+def test_sums_over_blocks_do_not_depend_on_who_computes_them(bounds):
+    values = [torch.randn(50, generator=torch.Generator().manual_seed(i)) * 10.0**i for i in range(7)]
+    workers = [Blocks(values[a:b], a) for a, b in itertools.pairwise(bounds)]
+    nodes = {at: value for worker in workers for at, value in worker.nodes("clone").items()}
+    expected = ((values[0] + values[1]) + (values[2] + values[3])) + ((values[4] + values[5]) + values[6])
+    assert torch.equal(sum_of(nodes), expected)
+
+
+@pytest.mark.parametrize("K", [16, 600])
+def test_a_fit_in_blocks_is_as_good_as_one_in_a_single_block(monkeypatch, K):
+    """With many rows (halves in early rounds), unused codewords and, for K = 600, counts of pairs by block."""
+    x = torch.cat([data(2500), data(10)[:1].expand(600, 12)])
+    whole = fit.fit(x, K, 3, seed=0, rounds=40)
+    monkeypatch.setattr(fit, "BLOCK", 512)
+    blocks = fit.fit(x, K, 3, seed=0, rounds=40)
+    again = fit.fit(x, K, 3, seed=0, rounds=40)
+    assert torch.equal(blocks.codebook, again.codebook)
+    assert blocks.errors[-1] == pytest.approx(whole.errors[-1], rel=0.03)
+    codes = functional.encode(x - blocks.offset, blocks.codebook, blocks.scale, beam=16)
+    error = (x - functional.decode(codes, blocks.codebook, blocks.scale, offset=blocks.offset)).square().sum()
+    assert float(error / (x - x.mean(dim=0)).square().sum()) == pytest.approx(blocks.errors[-1], rel=0.02)

@@ -13,14 +13,14 @@ PACKAGE = ROOT / "drq_fast"
 # Each floor may import from the floors below it.
 FLOORS = [
     ["constants", "_C", "kernels"],
-    ["checks", "modes", "ranks"],
-    ["backends", "codes"],
+    ["blocks", "checks", "modes", "ranks"],
+    ["backends", "codes", "sampling"],
     ["functional", "files"],
     ["codec", "ema", "objective"],
     ["fit", "parameters", "unique"],
     ["quantizer"],
     ["index", "semantic"],
-    ["retrieval"],
+    ["interop", "retrieval"],
     ["__init__"],
     ["app"],
     ["__main__"],

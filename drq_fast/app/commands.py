@@ -79,6 +79,13 @@ def fit(options: argparse.Namespace) -> Result:
 def encode(options: argparse.Namespace) -> Result:
     """`drq-fast encode`."""
     run = Run(options.folder)
+    if any(name.endswith(".parquet") for name in options.vectors):
+        from .parquet import encode as encode_parquet  # imports pyarrow
+
+        return encode_parquet(run, options)
+    for name in ("column", "ray", "workers"):
+        if getattr(options, name) is not None:
+            checks.fail("encode", name, "left out unless files are Parquet", repr(getattr(options, name)))
     with run.locked_model() as layer:
         source: Encodable
         if options.vectors:

@@ -182,13 +182,17 @@ def _encode(add: Any) -> None:
         add,
         "encode",
         "write the codes of vectors, or of a trained run's database",
-        "Writes RUN/codes.npy. After an interruption, the same command resumes where it stopped.",
-        "encode run vectors.npy --beam 16",
+        "Writes RUN/codes.npy; of Parquet files, RUN/codes/*.parquet, with codes in place of the vectors. After an\n"
+        "interruption, the same command resumes where it stopped.",
+        "encode run vectors.npy --beam 16\n  drq-fast encode run 'folder/*.parquet' --column embedding --ray",
     )
-    parser.add_argument(
-        "vectors", nargs="*", metavar="FILE.npy", help="numbers [N, D] (default: the database of a trained run)"
-    )
+    text = "numbers [N, D] in .npy files, or Parquet files or patterns of them (default: the database of a trained run)"
+    parser.add_argument("vectors", nargs="*", metavar="FILE", help=text)
     _number(parser, "--beam", 1, "beam width of the encoder; wider is more accurate and slower")
+    parser.add_argument("--column", metavar="NAME", help="of Parquet files: the vectors (default: embedding)")
+    text = "encode Parquet files on a Ray cluster; without ADDRESS on RAY_ADDRESS, else on a new one on this machine"
+    parser.add_argument("--ray", nargs="?", const="", metavar="ADDRESS", help=text)
+    _number(parser, "--workers", None, "with --ray: processes that encode, of one core each (default: Ray decides)")
 
 
 def _index(add: Any) -> None:

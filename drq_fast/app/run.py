@@ -39,7 +39,7 @@ try:
 except ImportError:  # On Windows nothing locks a run.
     fcntl = None
 
-_IN_REPORT = re.compile(r"report/[\w-][\w.-]*")
+_IN_FOLDER = re.compile(r"report/[\w-][\w.-]*|codes/[^/\0]+\.parquet")
 _SECONDS = 2.0  # between two records of progress; a killed encoding repeats at most this much
 
 
@@ -68,6 +68,7 @@ class Run:
         self.checkpoint = self.folder / CHECKPOINT
         self.codes = self.folder / "codes.npy"
         self.made_by = self.folder / "codes.json"
+        self.parts = self.folder / "codes"  # of Parquet files
         self.index = self.folder / "index.drq"
         self.ids = self.folder / "ids.drq"
         self.queries = self.folder / "queries.npy"
@@ -94,7 +95,7 @@ class Run:
         content = self.read_json(self.record, "fit")
         names, known = content.get("made"), {path.name for path in self._paths()}
         if not isinstance(names, list) or not all(
-            isinstance(name, str) and (name in known or _IN_REPORT.fullmatch(name)) for name in names
+            isinstance(name, str) and (name in known or _IN_FOLDER.fullmatch(name)) for name in names
         ):
             raise FileError(f"run: {self.record} was not written by drq-fast; choose another folder.")
         return set(names)
@@ -143,15 +144,31 @@ class Run:
         if new:
             self._write_record(made | new)
 
+    def claim_parts(self, names: Iterable[str], force: bool) -> None:
+        """Creates the folder of Parquet files and records these names in it; existing ones are replaced by `force`."""
+        if os.path.lexists(self.parts) and (self.parts.is_symlink() or not self.parts.is_dir()):
+            raise _foreign(self.parts)
+        made, new = self.made(), {f"codes/{name}" for name in names}
+        for name in sorted(new):
+            if os.path.lexists(self.folder / name) and name not in made:
+                raise _foreign(self.folder / name)
+            vacant(self.folder / name, force)
+        self.parts.mkdir(exist_ok=True)
+        if new - made:
+            self._write_record(made | new)
+
     def forget(self, *paths: Path) -> None:
         """Deletes those of these files, and of the report, that commands have made."""
         made = self.made()
         gone = made & ({path.name for path in paths} | set(self._in_report()))
+        if self.codes in paths:
+            gone |= {name for name in made if name.startswith("codes/")}
         for name in gone:
-            if not (name.startswith("report/") and self.report.is_symlink()):
+            if not ("/" in name and (self.folder / name).parent.is_symlink()):
                 (self.folder / name).unlink(missing_ok=True)
-        with suppress(OSError):  # there is none, or it has files of the user
-            self.report.rmdir()
+        for folder in (self.report, self.parts):
+            with suppress(OSError):  # there is none, or it has files
+                folder.rmdir()
         if gone:
             self._write_record(made - gone)
 

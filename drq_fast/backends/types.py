@@ -62,6 +62,9 @@ class Parameters(Tables):
             _tables={},
         )
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Parameters, (*self.tensors(), self.groups)  # without tables
+
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """(codebook, scale, offset), as autograd.Functions take them."""
         return self.codebook, self.scale, self.offset

@@ -7,13 +7,13 @@ import warnings
 from collections.abc import Iterable
 from numbers import Real
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .. import checks, modes
+from .. import checks, functional, modes
 from ..backends.torch import pad_result
 from ..backends.types import SearchResult
 from ..codec import Array, Codec
@@ -23,6 +23,8 @@ from . import vectors as stored_vectors
 from .build import fitted
 from .coarse import Coarse, default_probes, is_late
 from .ids import checked_ids
+from .results import IndexResult as IndexResult
+from .results import merge as merge
 from .rows import Content, Rows, no_rows
 from .searched import Searched, of_moderate_length, searched_rows
 from .source import Source, as_source, in_blocks
@@ -31,13 +33,6 @@ from .tuning import Tuning
 
 _ENOUGH = 100  # queries to tune by
 _PADDED = 1 << 20  # results per query that may be requested from an index of fewer vectors
-
-
-class IndexResult(NamedTuple):
-    """scores [Q, k], best first, and ids [Q, k] int64, -1 where there were fewer than k; in kind with the query."""
-
-    scores: Any
-    ids: Any
 
 
 class Index(Storage):
@@ -164,6 +159,7 @@ class Index(Storage):
         probes: int | None = None,
         refine: int | None = None,
         vectors: Any = None,
+        threshold: float | Array | None = None,
     ) -> IndexResult:
         """The k best for each query [Q, dim] (or [dim]): IndexResult(scores [Q, k], ids [Q, k]).
 
@@ -174,9 +170,9 @@ class Index(Storage):
         probes: how many lists each query looks at, the nearest ones; by default a sixteenth of them, at least 16, and
         all of them with `keep` or where these have fewer than k vectors. refine: the so many best by codes are scored
         again by the vectors themselves, those of the index or, if it has none, the rows of `vectors` [n, dim], by id,
-        which may be a memory map. Equal scores come oldest first, with lists in the order of the lists. Where fewer
-        than k vectors remain: id -1 and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if
-        that is more.
+        which may be a memory map. threshold: a score, or one per query [Q]; vectors with a worse score are left out.
+        Equal scores come oldest first, with lists in the order of the lists. Where fewer than k vectors remain: id -1
+        and score +inf (l2) or -inf. k: at most 1,048,576, or the number of vectors if that is more.
         """
         query = checks.listed("search", "query", query)
         single = getattr(query, "ndim", 2) == 1
@@ -190,11 +186,13 @@ class Index(Storage):
             checks.fail("search", "vectors", f"left out, as the index keeps {self.vectors} vectors itself", "others")
         given = None if vectors is None else stored_vectors.Given(vectors, self.dim)
         candidates = k if refine is None and given is None else self._candidates(refine, k, given)
+        limits = checks.thresholds("search", threshold, len(values), self.device)
         probes = self._probes(probes) if keep is None or chosen else self.lists  # a filter may leave little in a list
         searched = self._snapshot(checks.levels("search", levels, self._codec.levels), keep)
         rows = searched.rows
         most = min(candidates, max(rows.size, 1))
-        scores, found = searched.scan(values, most, probes)
+        certain = limits is not None and refine is None and (chosen or probes == self.lists)  # scans once, by codes
+        scores, found = searched.scan(values, most, probes, limits if certain else None)
         last = found[:, min(k, most) - 1]
         if not chosen and probes != self.lists and len(last) and int(last.min()) < 0:  # the lists had too few
             few = last < 0
@@ -205,6 +203,8 @@ class Index(Storage):
             )
         if refine is not None and rows.size:
             scores, found = self._refined(values, found, rows, min(k, found.shape[1]), given)
+        if limits is not None:
+            scores, found = functional.within(scores, found, limits, self._metric)
         if found.shape[1] < k:
             scores, found = pad_result(scores, found, k, self._metric)
         if rows.size:

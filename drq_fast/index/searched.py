@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from .. import backends, checks
+from .. import backends, checks, functional
 from ..backends.torch import best_of
 from ..backends.types import Database, SearchResult
 from ..codec import Codec
@@ -36,12 +36,15 @@ class Searched(NamedTuple):
             return self._replace(database=database)
         return self._replace(database=database, tail=_filtered(self.tail, mask[self.tail_rows]))
 
-    def scan(self, query: Tensor, k: int, probes: int | None) -> SearchResult:
-        """Scores [Q, k] and rows [Q, k] of the best codes; equal scores in the order of the lists, the tail last."""
-        found = _scan(query, k, self.database, probes)
+    def scan(self, query: Tensor, k: int, probes: int | None, limits: Tensor | None = None) -> SearchResult:
+        """Scores [Q, k] and rows [Q, k] of the best codes; equal scores in the order of the lists, the tail last.
+
+        limits [Q]: scores that are worse may be left out.
+        """
+        found = _scan(query, k, self.database, probes, limits)
         if self.tail is None or self.tail_rows is None:
             return found
-        late, ordered = _scan(query, k, self.tail, probes), len(self.database.codes)
+        late, ordered = _scan(query, k, self.tail, probes, limits), len(self.database.codes)
         places = (late.positions + ordered).where(late.positions >= 0, -1)
         scores, found_at = best_of((found, SearchResult(late.scores, places)), k, self.database.metric)
         in_tail = found_at >= ordered
@@ -85,7 +88,7 @@ def _filtered(database: Database, keep: Tensor) -> Database:
     return Database(database.codes, database.codec, database.metric, database.norms, keep, database.lists)
 
 
-def _scan(query: Tensor, k: int, database: Database, probes: int | None) -> SearchResult:
+def _scan(query: Tensor, k: int, database: Database, probes: int | None, limits: Tensor | None) -> SearchResult:
     """Scores [Q, k] and positions [Q, k]; in blocks of queries with a progress bar where it takes long."""
     codes, device = database.codes, database.device
     if query.dtype is torch.float64:
@@ -96,11 +99,14 @@ def _scan(query: Tensor, k: int, database: Database, probes: int | None) -> Sear
     column = backends.choose("search", device.type, None, unsupported)
     step = max(_QUERIES, _WORK // max(1, codes.shape[0]))
     if query.shape[0] <= step:
-        return column.search(query, database, k, finite=True, probes=probes)
+        options = functional.pruning(column, limits)
+        return column.search(query, database, k, finite=True, probes=probes, **options)
     parts = []
     checks.finite("search", "query", query, torch.float32)
     with tqdm(total=len(query), desc="search", unit="queries", delay=2, disable=None, leave=False) as bar:
-        for part in query.split(step):
-            parts.append(column.search(part, database, k, finite=True, probes=probes))
+        for first in range(0, len(query), step):
+            part = query[first : first + step]
+            options = functional.pruning(column, None if limits is None else limits[first : first + step])
+            parts.append(column.search(part, database, k, finite=True, probes=probes, **options))
             bar.update(len(part))
     return SearchResult(torch.cat([part.scores for part in parts]), torch.cat([part.positions for part in parts]))

@@ -67,9 +67,12 @@ class Batch {
     active = ~uint64_t{0} >> (64 - queries);
     if (guesses != nullptr) {
       forget();
-      for (int64_t lane = 0; lane < queries; ++lane) best[lane].clear(guesses[lane]);
+      for (int64_t lane = 0; lane < queries; ++lane) best[lane].clear(std::fmin(guesses[lane], ceiling_of(job, lane)));
       sweep(begin, end);
-      for (int64_t lane = 0; lane < queries; ++lane) active &= ~(uint64_t{best[lane].complete()} << lane);
+      for (int64_t lane = 0; lane < queries; ++lane) {
+        const bool done = best[lane].complete() || ceiling_of(job, lane) <= guesses[lane];
+        active &= ~(uint64_t{done} << lane);
+      }
       if (active == 0) return;
     }
     forget();
@@ -93,13 +96,14 @@ class Batch {
   int64_t first_thresholds(int64_t begin, int64_t end) {
     float ceiling[kLanes];
     ceilings.fill(job, transposed.data, begin, end, ceiling);
+    for (int64_t lane = 0; lane < queries; ++lane) ceiling[lane] = std::fmin(ceiling[lane], ceiling_of(job, lane));
     bool known = true;
     for (int64_t lane = 0; lane < queries; ++lane)
       known &= !is_active(lane) || ceiling[lane] < std::numeric_limits<float>::infinity();
     const int64_t at = known ? begin : seeds_end(job, begin, end);
     for (int64_t lane = 0; lane < queries; ++lane) {
       if (!is_active(lane)) continue;
-      known ? best[lane].clear(ceiling[lane]) : best[lane].clear();
+      best[lane].clear(known ? ceiling[lane] : ceiling_of(job, lane));
       scan_floats<Code>(job, lane, begin, at, terms.data, best[lane]);
     }
     return at;

@@ -234,7 +234,7 @@ class ByLists {
           part.queries != nullptr ? computed.data + i % kRows * lists.L : lists.products + (q + i) * lists.L;
       choose(i, products, some.constants[i], nearest);
       constants[i] = some.constants[i];
-      found[i].clear();
+      found[i].clear(ceiling_of(some, i));
       scans[i].start(i, found[i]);
     }
   }

@@ -35,7 +35,7 @@ struct Sample {
     }
     if (all_bins != nullptr) bins = *all_bins, bins.bins = bin_of.data;
     job.codes = codes.data, job.norms = all.norms == nullptr ? nullptr : norms.data, job.keep = nullptr;
-    job.N = count, job.stride = all.M, job.k = rank(all.k);
+    job.N = count, job.stride = all.M, job.k = rank(all.k), job.ceilings = nullptr;
   }
 
   // The search for some queries in the sample.

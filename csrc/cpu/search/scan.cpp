@@ -47,7 +47,7 @@ class OneByOne {
     for (int64_t q = part.first_query; q < part.last_query; q += together) {
       const int64_t count = std::min(together, part.last_query - q);
       job = tables.of(q, count);
-      for (int64_t i = 0; i < count; ++i) found.best[i].clear();
+      for (int64_t i = 0; i < count; ++i) found.best[i].clear(ceiling_of(job, i));
       start(0);
       if (part.taken != nullptr) {
         for (int64_t at; (at = part.taken[q].fetch_add(kTaken)) < part.end;)

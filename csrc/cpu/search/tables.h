@@ -28,6 +28,7 @@ struct Tables {
   Search of(int64_t first, int64_t count) {
     Search job = part.job;
     job.Q = count;
+    if (job.ceilings != nullptr) job.ceilings += first;
     if (part.queries == nullptr) {
       job.table += first * job.T, job.constants += first;
       if (job.lengths != nullptr) job.lengths += first;

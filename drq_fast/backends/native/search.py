@@ -99,27 +99,40 @@ class Scanned:
 
 
 def search(
-    query: Tensor, database: Database, k: int, *, finite: bool = False, probes: int | None = None
+    query: Tensor,
+    database: Database,
+    k: int,
+    *,
+    finite: bool = False,
+    probes: int | None = None,
+    limits: Tensor | None = None,
 ) -> SearchResult:
-    """The k best codes for each query [Q, D]: see `backends.torch.search`; scores are differentiable once."""
+    """The k best codes for each query [Q, D]: see `backends.torch.search`; scores are differentiable once.
+
+    limits [Q] float32: scores that are worse may be left out, which is faster.
+    """
     if (query.requires_grad or database.requires_grad) and torch.is_grad_enabled():
         with torch.no_grad():
-            found = search(query, database, k, finite=finite, probes=probes)
+            found = search(query, database, k, finite=finite, probes=probes, limits=limits)
         return _with_gradient(query, database, found)
     if database.keep is None or not _copying_pays(database, query.shape[0]):
-        return _scan(query, database, k, finite, probes)
+        return _scan(query, database, k, finite, probes, limits)
     rows, kept = database.table(_kept)
-    scores, positions = _scan(query, kept, k, finite, probes)
+    scores, positions = _scan(query, kept, k, finite, probes, limits)
     return SearchResult(scores, rows[positions.clamp_min(0)].where(positions >= 0, -1) if len(rows) else positions)
 
 
-def _scan(query: Tensor, database: Database, k: int, finite: bool, probes: int | None) -> SearchResult:
+def _scan(
+    query: Tensor, database: Database, k: int, finite: bool, probes: int | None, limits: Tensor | None
+) -> SearchResult:
     if query.device.type == "cpu":
-        return _scan_cpu(query, database, k, finite, probes)
+        return _scan_cpu(query, database, k, finite, probes, limits)
     return _scan_cuda(query, database, k, finite, probes)
 
 
-def _scan_cpu(query: Tensor, database: Database, k: int, finite: bool, probes: int | None) -> SearchResult:
+def _scan_cpu(
+    query: Tensor, database: Database, k: int, finite: bool, probes: int | None, limits: Tensor | None
+) -> SearchResult:
     """Products with the codebook are part of the scan, in a fixed order."""
     scanned, rows = database.table(Scanned), _dense_floats(query)
     job, lists = scanned.job, None
@@ -135,18 +148,26 @@ def _scan_cpu(query: Tensor, database: Database, k: int, finite: bool, probes: i
         native.large_pages(positions_at, positions.nbytes)
     step = max(1, min(_QUERIES, _RESULTS // k))
     isa, threads = instruction_set(), torch.get_num_threads()
+    ceilings = None if limits is None else _ceilings(limits, database.metric)
     for first in range(0, Q, step):
         count = min(step, Q - first)
+        below = 0 if ceilings is None else ceilings.data_ptr() + 4 * first
         if lists is None:
-            odd = native.search_cpu(job, query_at, scores_at, positions_at, count, k, isa, threads)
+            odd = native.search_cpu(job, query_at, scores_at, positions_at, count, k, isa, threads, below)
         else:
-            odd = native.search_lists_cpu(job, lists, query_at, scores_at, positions_at, count, k, isa, threads)
+            odd = native.search_lists_cpu(job, lists, query_at, scores_at, positions_at, count, k, isa, threads, below)
         if odd >= 0 and finite:
             checks.finite("search", "query", query, torch.float32)
         query_at += 4 * count * D
         scores_at += 4 * count * k
         positions_at += 8 * count * k
     return SearchResult(scores, positions)
+
+
+def _ceilings(limits: Tensor, metric: str) -> Tensor:
+    """What costs must stay below so that scores are not worse than limits [Q]."""
+    costs = limits if metric == "l2" else 0 - limits
+    return torch.nextafter(costs, torch.full_like(costs, float("inf"))).contiguous()
 
 
 def refine(query: Tensor, positions: Tensor, stored: Stored, metric: str, k: int) -> SearchResult:
