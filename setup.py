@@ -39,14 +39,6 @@ ISA_SOURCES = [
     "csrc/cpu/squared.cpp",
     "csrc/cpu/training.cpp",
 ]
-ISA_FLAGS = {"portable": ""}
-if platform.machine().lower() in ("x86_64", "amd64"):
-    # GCC 12 warns about its own AVX-512 headers.
-    ISA_FLAGS |= {
-        "avx2": "-mavx2 -mfma -mf16c",
-        "avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni"
-        " -Wno-uninitialized -Wno-maybe-uninitialized",
-    }
 # Scores are defined without fused multiply-add, so that every backend returns the same bits.
 CXX_FLAGS = [
     "-std=c++17",
@@ -59,6 +51,19 @@ CXX_FLAGS = [
     "-pthread",
 ]
 NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden"]
+
+
+def isa_flags(machine: str) -> tuple[str, dict[str, str]]:
+    """The definition that declares the copies for a machine (see csrc/isa.h), and the flags of each."""
+    if machine.lower() in ("x86_64", "amd64"):
+        # GCC 12 warns about its own AVX-512 headers.
+        avx512 = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vbmi -mavx512vnni"
+        quiet = "-Wno-uninitialized -Wno-maybe-uninitialized"
+        return "-DDRQ_X86", {"portable": "", "avx2": "-mavx2 -mfma -mf16c", "avx512": f"{avx512} {quiet}"}
+    if machine.lower() in ("aarch64", "arm64"):
+        dotprod = "-DDRQ_NEON -march=armv8.2-a+dotprod"
+        return "-DDRQ_ARM", {"portable": "", "neon": "-DDRQ_NEON", "dotprod": dotprod}
+    return "", {"portable": ""}
 
 
 def setting(name: str, allowed: tuple[str, ...]) -> str:
@@ -111,7 +116,8 @@ def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
 
     python = sysconfig.get_paths()
     includes = " ".join(f"-isystem {shell_path(p)}" for p in (pybind11.get_include(), python["include"]))
-    defines = ("-DDRQ_FAST_CUDA " if nvcc else "") + ("-DDRQ_X86" if len(ISA_FLAGS) > 1 else "")
+    declared, copies = isa_flags(platform.machine())
+    defines = f"-DDRQ_FAST_CUDA {declared}" if nvcc else declared
     shared = "-bundle -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared"
     arch = os.environ.get("DRQ_FAST_CUDA_ARCH", "all-major")
     cxx_sources = [ROOT / name for name in CXX_SOURCES]
@@ -145,7 +151,7 @@ def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
             objects.append(f"{source.stem}.{rule}.o")
             lines.append(f"build {objects[-1]}: {rule} {ninja_path(source)}")
     for name in ISA_SOURCES:
-        for isa, flags in ISA_FLAGS.items():
+        for isa, flags in copies.items():
             objects.append(f"{Path(name).stem}.{isa}.o")
             lines.append(f"build {objects[-1]}: cxx {ninja_path(ROOT / name)}")
             lines.append(f"  isa = -DDRQ_ISA={isa} {flags}")

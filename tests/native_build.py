@@ -7,6 +7,7 @@ and FOLDER/refine_test.
 from __future__ import annotations
 
 import os
+import platform
 import runpy
 import shlex
 import subprocess
@@ -25,14 +26,15 @@ MEMORY = "-fsanitize=address,undefined,float-cast-overflow"
 
 
 class Builder:
-    """Compiles each source once for the same flags."""
+    """Compiles each source once for the same flags, with the copies of the kernels for a machine."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, compiler: str | None = COMPILER, machine: str = platform.machine()) -> None:
+        self.folder, self.compiler = folder, shlex.split(str(compiler))
+        self.declared, self.copies = SETUP["isa_flags"](machine)
         self.objects: dict[tuple[str, ...], Path] = {}
 
     def run(self, *command: str | Path) -> None:
-        done = subprocess.run([*shlex.split(str(COMPILER)), *map(str, command)], capture_output=True, text=True)
+        done = subprocess.run([*self.compiler, *map(str, command)], capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(done.stderr)
 
@@ -46,8 +48,7 @@ class Builder:
 
     def executable(self, test: str, *flags: str, simde: bool = False) -> Path:
         """Builds tests/native/<test>.cpp with the kernels, using the flags of setup.py and these."""
-        x86 = len(SETUP["ISA_FLAGS"]) > 1
-        defined = ("-DDRQ_COUNT_SCANS", *(["-DDRQ_X86"] if x86 else []))
+        defined = ("-DDRQ_COUNT_SCANS", *self.declared.split())
         flags = (*SETUP["CXX_FLAGS"], "-I" + str(ROOT / "csrc"), *defined, *flags)
         emulated = ("-DDRQ_SIMDE", "-O1", "-Wno-psabi", "-include", str(ROOT / "tests/native/simde_missing.h"))
         units = [(f"tests/native/{test}.cpp", *flags)]
@@ -55,7 +56,7 @@ class Builder:
             says_so = simde and source == "csrc/cpu/dispatch.cpp"
             units.append((source, *flags, *(["-DDRQ_SIMDE"] if says_so else [])))
         # Portable objects come first: if a function is in several objects, the linker takes the first.
-        for isa, isa_flags in SETUP["ISA_FLAGS"].items():
+        for isa, isa_flags in self.copies.items():
             chosen = emulated if simde and isa == "avx512" else tuple(isa_flags.split())
             units += [(source, *flags, f"-DDRQ_ISA={isa}", *chosen) for source in SETUP["ISA_SOURCES"]]
         program = self.folder / f"program{len(self.objects)}"

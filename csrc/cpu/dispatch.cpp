@@ -4,6 +4,12 @@
 #include "levels.h"
 #include "search.h"
 
+#if defined(DRQ_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(DRQ_ARM) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
 namespace drq {
 
 DRQ_DECLARE_COPIES(void, encode, const Encode& job)
@@ -20,6 +26,25 @@ DRQ_DECLARE_COPIES(void, add_pulls, const Squared& job, const int64_t* starts, c
 
 DRQ_DECLARE_COPIES(void, refine, const Refine& job, int64_t begin, int64_t end)
 
+#ifdef DRQ_ARM
+namespace {
+
+// Whether the processor multiplies and adds four bytes at a time (FEAT_DotProd).
+bool has_dotprod() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) >> 20 & 1;  // HWCAP_ASIMDDP
+#elif defined(__APPLE__)
+  int has = 0;
+  size_t size = sizeof has;
+  return sysctlbyname("hw.optional.arm.FEAT_DotProd", &has, &size, nullptr, 0) == 0 && has != 0;
+#else
+  return false;
+#endif
+}
+
+}  // namespace
+#endif
+
 bool isa_supported(int isa) {
 #ifdef DRQ_SIMDE
   if (isa == 2) return true;  // emulated
@@ -31,6 +56,13 @@ bool isa_supported(int isa) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+#endif
+#ifdef DRQ_ARM
+  if (isa == 1) return true;  // every processor of 64 bits has NEON
+  if (isa == 2) {
+    static const bool has = has_dotprod();
+    return has;
+  }
 #endif
   return isa == 0;
 }

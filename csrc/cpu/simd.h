@@ -1,6 +1,6 @@
-// Sixteen floats and the few operations that the kernels need, for AVX-512, AVX2 and plain C++. The width is the same
-// everywhere and nothing is fused, so that a kernel gives the same bits on every instruction set. A file that includes
-// this one is compiled once per set, with DRQ_ISA as the namespace of its code.
+// Sixteen floats and the few operations that the kernels need, for AVX-512, AVX2, NEON and plain C++. The width is the
+// same everywhere and nothing is fused, so that a kernel gives the same bits on every instruction set. A file that
+// includes this one is compiled once per set, with DRQ_ISA as the namespace of its code.
 #pragma once
 
 #include <cmath>
@@ -18,6 +18,8 @@
 #elif defined(__AVX2__)
 #include <immintrin.h>
 #define DRQ_AVX2
+#elif defined(DRQ_NEON)  // defined by setup.py: the portable copy does without, though every compiler has it
+#include <arm_neon.h>
 #endif
 
 namespace drq {
@@ -129,6 +131,90 @@ inline unsigned compare(Floats a, Floats b) {
 inline unsigned equal(Floats a, Floats b) { return compare<_CMP_EQ_OQ>(a, b); }
 inline unsigned less_equal(Floats a, Floats b) { return compare<_CMP_LE_OQ>(a, b); }
 inline unsigned not_above(Floats a, Floats b) { return compare<_CMP_NGT_UQ>(a, b); }
+
+#elif defined(DRQ_NEON)
+
+struct Floats {
+  float32x4_t v[4];
+  static Floats load(const float* p) { return {{vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}}; }
+  static Floats load(const uint16_t* halves) {
+    const float16x8_t low = vreinterpretq_f16_u16(vld1q_u16(halves)),
+                      high = vreinterpretq_f16_u16(vld1q_u16(halves + 8));
+    return {{vcvt_f32_f16(vget_low_f16(low)), vcvt_high_f32_f16(low), vcvt_f32_f16(vget_low_f16(high)),
+             vcvt_high_f32_f16(high)}};
+  }
+  static Floats load(const int8_t* p) {
+    const int8x16_t bytes = vld1q_s8(p);
+    const int16x8_t low = vmovl_s8(vget_low_s8(bytes)), high = vmovl_high_s8(bytes);
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(low))), vcvtq_f32_s32(vmovl_high_s16(low)),
+             vcvtq_f32_s32(vmovl_s16(vget_low_s16(high))), vcvtq_f32_s32(vmovl_high_s16(high))}};
+  }
+  static Floats all(float x) { return {{vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x)}}; }
+  void store(float* p) const {
+    for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, v[i]);
+  }
+  void store_bytes(uint8_t* p) const;
+};
+template <class Operation>
+inline Floats each(Floats a, Floats b, Operation operation) {
+  return {{operation(a.v[0], b.v[0]), operation(a.v[1], b.v[1]), operation(a.v[2], b.v[2]), operation(a.v[3], b.v[3])}};
+}
+inline Floats operator+(Floats a, Floats b) { return each(a, b, vaddq_f32); }
+inline Floats operator-(Floats a, Floats b) { return each(a, b, vsubq_f32); }
+inline Floats operator*(Floats a, Floats b) { return each(a, b, vmulq_f32); }
+// The second operand where one is NaN, as on x86; NEON's own minimum and maximum are others.
+inline float32x4_t min(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
+inline float32x4_t max(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+inline float32x4_t where(uint32x4_t mask, float32x4_t a) {
+  return vreinterpretq_f32_u32(vandq_u32(mask, vreinterpretq_u32_f32(a)));
+}
+inline Floats min(Floats a, Floats b) {
+  return each(a, b, [](float32x4_t x, float32x4_t y) { return min(x, y); });
+}
+inline Floats max(Floats a, Floats b) {
+  return each(a, b, [](float32x4_t x, float32x4_t y) { return max(x, y); });
+}
+inline Floats root(Floats a) {
+  return each(a, a, [](float32x4_t x, float32x4_t) { return vsqrtq_f32(max(x, vdupq_n_f32(0))); });
+}
+inline Floats inverse_above(Floats a, Floats limit) {
+  return each(a, limit, [](float32x4_t x, float32x4_t least) {
+    return where(vcgtq_f32(x, least), vdivq_f32(vdupq_n_f32(1), x));
+  });
+}
+inline Floats ratio_or_zero(Floats a, Floats b) {
+  return each(a, b, [](float32x4_t x, float32x4_t y) { return where(vcgtq_f32(y, vdupq_n_f32(0)), vdivq_f32(x, y)); });
+}
+inline Floats power_of_two(Floats n) {
+  return each(n, n, [](float32x4_t x, float32x4_t) {
+    return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(x), vdupq_n_s32(127)), 23));
+  });
+}
+// The lowest byte of each of sixteen lanes.
+inline uint8x16_t low_bytes(uint32x4_t a, uint32x4_t b, uint32x4_t c, uint32x4_t d) {
+  const auto even = [](uint32x4_t x, uint32x4_t y) {
+    return vreinterpretq_u8_u16(vuzp1q_u16(vreinterpretq_u16_u32(x), vreinterpretq_u16_u32(y)));
+  };
+  return vuzp1q_u8(even(a, b), even(c, d));
+}
+inline void Floats::store_bytes(uint8_t* p) const {
+  const auto whole = [](float32x4_t x) { return vcvtq_u32_f32(min(x, vdupq_n_f32(255))); };
+  vst1q_u8(p, low_bytes(whole(v[0]), whole(v[1]), whole(v[2]), whole(v[3])));
+}
+// Bit i is set where byte i is; each must be 0 or 255.
+inline unsigned bits_of(uint8x16_t bytes) {
+  constexpr uint8_t kPlaces[] = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  uint8x16_t sums = vandq_u8(bytes, vld1q_u8(kPlaces));
+  for (int i = 0; i < 3; ++i) sums = vpaddq_u8(sums, sums);
+  return vgetq_lane_u16(vreinterpretq_u16_u8(sums), 0);
+}
+template <class Relation>
+inline unsigned compare(Floats a, Floats b, Relation holds) {
+  return bits_of(low_bytes(holds(a.v[0], b.v[0]), holds(a.v[1], b.v[1]), holds(a.v[2], b.v[2]), holds(a.v[3], b.v[3])));
+}
+inline unsigned equal(Floats a, Floats b) { return compare(a, b, vceqq_f32); }
+inline unsigned less_equal(Floats a, Floats b) { return compare(a, b, vcleq_f32); }
+inline unsigned not_above(Floats a, Floats b) { return ~compare(a, b, vcgtq_f32) & 0xffff; }
 
 #else
 

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <string>
 #include <thread>
 
 #include "cpu/search/count.h"
@@ -456,18 +457,20 @@ bool every_scan_runs() {
   drq::Counts& counts = drq::counts;
   for (int isa = 0; isa < kIsaCount; ++isa) {
     if (!drq::isa_supported(isa)) continue;
+    const std::string name = kIsaNames[isa];
+    const bool by_dwords = name == "avx512" || name == "neon" || name == "dotprod";
     for (const int metric : {kL2, kIp, kCosine}) {
-      const bool cosine = metric == kCosine;
+      const bool cosine = metric == kCosine, by_bits = name == "avx2" && !cosine;
       const Case small(metric, 1, 1000, 4), batch(metric, 64, 20000, 4), quads(metric, 1, 20000, 4);
       const Case fives(metric, 1, 20000, 5), many(metric, 1, 20000, 18);  // rows that are not of 1, 2, 4, 8 or 16 bytes
       if (!runs("floats", counts.floats, small, isa) || !runs("batch", counts.batch, batch, isa)) return false;
-      if (isa == 2 && !runs("one", counts.one, quads, isa)) return false;
-      if (isa == 1 && !cosine && !runs("bits", counts.bits, quads, isa)) return false;
-      if (isa < 2 && !cosine && !runs("few", counts.few, fives, isa)) return false;
-      if (isa == 2 && (!runs("one", counts.one, fives, isa) || !runs("one", counts.one, many, isa))) return false;
-      if (isa == 2 && !runs_in_lists("one", counts.one, quads, isa)) return false;
-      if (isa == 2 && !runs_in_lists("one", counts.one, many, isa)) return false;
-      if (isa == 1 && !cosine && !runs_in_lists("bits", counts.bits, quads, isa)) return false;
+      if (by_bits && !runs("bits", counts.bits, quads, isa)) return false;
+      if (by_bits && !runs_in_lists("bits", counts.bits, quads, isa)) return false;
+      if (!by_dwords && !cosine && !runs("few", counts.few, fives, isa)) return false;
+      if (!by_dwords) continue;
+      for (const Case* each : {&quads, &fives, &many})
+        if (!runs("one", counts.one, *each, isa)) return false;
+      if (!runs_in_lists("one", counts.one, quads, isa) || !runs_in_lists("one", counts.one, many, isa)) return false;
     }
   }
   return true;

@@ -214,7 +214,7 @@ class Batch {
       int64_t left = 0;
       for (int64_t i = 0; i < kTried && levels < job.M; ++i) {
         const int64_t n = at + (end - at) * i / kTried;
-        left += less(sum_of(row_of<Code>(job, n), n, levels), limit) != 0;
+        left += any_less(sum_of(row_of<Code>(job, n), n, levels), limit);
       }
       const double groups = 1 - std::pow(1 - static_cast<double>(left) / kTried, kGroup);
       const double cost = levels + 14 * groups;
@@ -245,7 +245,7 @@ class Batch {
         Line sums[kGroup];
         for (int64_t i = 0; i < kGroup; ++i) sums[i] = sum_of(codes + (n + i) * stride, first + n + i, few);
         groups[noted] = static_cast<int32_t>(n);
-        noted += less(min(min(sums[0], sums[1]), min(sums[2], sums[3])), limit) != 0;
+        noted += any_less(min(min(sums[0], sums[1]), min(sums[2], sums[3])), limit);
       }
       if (whole < count) groups[noted++] = static_cast<int32_t>(whole);
       for (int64_t g = 0; g < noted; ++g)

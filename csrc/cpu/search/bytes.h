@@ -8,7 +8,7 @@ namespace drq {
 namespace DRQ_ISA {
 namespace {
 
-// less(): bit i is set where lane i of a is below that of b.
+// less(): bit i is set where lane i of a is below that of b; any_less(): whether one is.
 template <int kLanes>
 struct Bytes;
 
@@ -36,6 +36,41 @@ inline Bytes<32> min(Bytes<32> a, Bytes<32> b) { return {_mm256_min_epu8(a.v, b.
 inline uint64_t less(Bytes<32> a, Bytes<32> b) {
   const __m256i not_less = _mm256_cmpeq_epi8(_mm256_max_epu8(a.v, b.v), a.v);
   return static_cast<uint32_t>(~_mm256_movemask_epi8(not_less));
+}
+
+#elif defined(DRQ_NEON)
+
+template <int kLanes>
+struct Bytes {
+  static constexpr int kCount = kLanes / 16;
+  uint8x16_t v[kCount];
+  static Bytes load(const uint8_t* p) {
+    Bytes out;
+    for (int i = 0; i < kCount; ++i) out.v[i] = vld1q_u8(p + 16 * i);
+    return out;
+  }
+};
+template <int kLanes>
+inline Bytes<kLanes> add_saturated(Bytes<kLanes> a, const Bytes<kLanes>& b) {
+  for (int i = 0; i < a.kCount; ++i) a.v[i] = vqaddq_u8(a.v[i], b.v[i]);
+  return a;
+}
+template <int kLanes>
+inline Bytes<kLanes> min(Bytes<kLanes> a, const Bytes<kLanes>& b) {
+  for (int i = 0; i < a.kCount; ++i) a.v[i] = vminq_u8(a.v[i], b.v[i]);
+  return a;
+}
+template <int kLanes>
+inline uint64_t less(const Bytes<kLanes>& a, const Bytes<kLanes>& b) {
+  uint64_t bits = 0;
+  for (int i = 0; i < a.kCount; ++i) bits |= uint64_t{bits_of(vcltq_u8(a.v[i], b.v[i]))} << (16 * i);
+  return bits;
+}
+template <int kLanes>
+inline bool any_less(const Bytes<kLanes>& a, const Bytes<kLanes>& b) {
+  uint8x16_t any = vcltq_u8(a.v[0], b.v[0]);
+  for (int i = 1; i < a.kCount; ++i) any = vorrq_u8(any, vcltq_u8(a.v[i], b.v[i]));
+  return vmaxvq_u32(vreinterpretq_u32_u8(any)) != 0;
 }
 
 #else
@@ -69,6 +104,14 @@ inline uint64_t less(const Bytes<kLanes>& a, const Bytes<kLanes>& b) {
   uint64_t bits = 0;
   for (int i = 0; i < kLanes; ++i) bits |= static_cast<uint64_t>(a.v[i] < b.v[i]) << i;
   return bits;
+}
+
+#endif
+#if !defined(DRQ_NEON)
+
+template <int kLanes>
+inline bool any_less(const Bytes<kLanes>& a, const Bytes<kLanes>& b) {
+  return less(a, b) != 0;
 }
 
 #endif

@@ -20,7 +20,7 @@ struct NoBound {
   int64_t run(int64_t begin, int64_t, int64_t) { return begin; }
 };
 
-#if defined(DRQ_AVX512)
+#if defined(DRQ_DWORDS)
 
 template <class One>
 struct OneInLists {

@@ -1,58 +1,18 @@
-// One query against 64 codes at a time, with AVX-512: a table of 256 bytes, in four registers, serves all levels that
-// share their codewords, and one instruction weights the four levels of a dword and adds them up. See bits.h and few.h
-// for other processors.
+// One query against 64 codes at a time, with AVX-512 or NEON: a table of 256 bytes, in registers, serves all levels
+// that share their codewords, and one instruction (six in plain NEON) weights the four levels of a dword and adds them
+// up. See bits.h and few.h for other processors.
 #pragma once
 
 #include "cpu/search/bound.h"
 #include "cpu/search/count.h"
+#include "cpu/search/dwords.h"
 #include "cpu/search/reservoir.h"
 
 namespace drq {
 namespace DRQ_ISA {
 namespace {
 
-#if defined(DRQ_AVX512)
-
-// Bytes 4 group .. 4 group + 3 of 16 rows of kStride bytes (1, 2, 4, 8 or 16), or all that such a row has; kStride is 0
-// for rows of any other length.
-template <int kStride>
-inline __m512i dwords_of(const uint8_t* rows, int group, int stride) {
-  if constexpr (kStride == 0) {
-    const __m256i first8 = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    const __m256i places = _mm256_mullo_epi32(first8, _mm256_set1_epi32(stride));
-    const auto of_eight = [&](int row) {
-      const uint8_t* const from = rows + row * stride + 4 * group;
-      return _mm256_i32gather_epi32(reinterpret_cast<const int*>(from), places, 1);
-    };
-    return _mm512_inserti64x4(_mm512_castsi256_si512(of_eight(0)), of_eight(8), 1);
-  } else if constexpr (kStride == 1) {
-    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(rows)));
-  } else if constexpr (kStride == 2) {
-    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows)));
-  } else if constexpr (kStride == 4) {
-    return _mm512_loadu_si512(rows);
-  } else {
-    const __m512i first16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i apart = _mm512_mullo_epi32(first16, _mm512_set1_epi32(kStride / 4));
-    const __m512i places = _mm512_add_epi32(apart, _mm512_set1_epi32(group));
-    const auto of_two = [places](const uint8_t* p) {
-      return _mm512_permutex2var_epi32(_mm512_loadu_si512(p), places, _mm512_loadu_si512(p + 64));
-    };
-    if constexpr (kStride == 8) return of_two(rows);
-    return _mm512_shuffle_i32x4(of_two(rows), of_two(rows + 128), 0x44);
-  }
-}
-
-// The bytes of 256 codewords, 64 in each part.
-struct Table {
-  __m512i parts[4];
-};
-
-inline __m512i look_up(const Table& table, __m512i code) {
-  const __m512i low = _mm512_permutex2var_epi8(table.parts[0], code, table.parts[1]);
-  const __m512i high = _mm512_permutex2var_epi8(table.parts[2], code, table.parts[3]);
-  return _mm512_mask_blend_epi8(_mm512_movepi8_mask(code), low, high);
-}
+#if defined(DRQ_DWORDS)
 
 // How one query drops codes by bytes (docs/math.md, section 5). With B and the limit of bound.h, A_m = sign times the
 // entries of level m, and R the largest of all max A_m - min A_m, a code can only be among the k best if
@@ -62,11 +22,13 @@ inline __m512i look_up(const Table& table, __m512i code) {
 // tables stay as they are while the limit falls. With kShared, all levels have the same one.
 template <int kStride, int kGroups, bool kShared = true>
 struct One {
+  static constexpr int kVectors = 64 / Dwords::kLanes;
+
   explicit One(const Search& job) : job(job), stride(static_cast<int>(job.stride)) {}
 
   // Builds the table of a query; false if no code may be dropped.
   bool start(int64_t query, Reservoir& reservoir) {
-    q = query, best = &reservoir, base = rounding = 0, rejected = -1;
+    q = query, best = &reservoir, base = rounding = 0, less = 0, rejected = -1;
     return bound.start(job, q) && build();
   }
 
@@ -90,9 +52,9 @@ struct One {
   // Scans the codes of 64 rows, from `first` on, whose bits are set in `wanted`.
   void run_some(int64_t first, uint64_t wanted) {
     with_metric(job.metric, [&](auto metric) {
-      const Table local = tables[0];
-      __m512i sums[4];
-      if (sum_up<decltype(metric)>(first, local, _mm512_set1_epi32(most), sums)) look_closely(first, sums, wanted);
+      const Quarter a = tables[0][0], b = tables[0][1], c = tables[0][2], d = tables[0][3];
+      Dwords sums[kVectors];
+      if (sum_up<decltype(metric)>(first, a, b, c, d, most, sums)) look_closely(first, sums, wanted);
     });
   }
 
@@ -100,7 +62,7 @@ struct One {
   // The levels of a dword that have one table, as the mask of their bytes in a register.
   struct Levels {
     int table;
-    __mmask64 bytes;
+    Places bytes;
   };
 
   // The least of A_m; the sign is below 0.
@@ -122,36 +84,32 @@ struct One {
       base += static_cast<double>(job.scale[m]) * low(m);
       if (weights[m] < 0 && job.norms != nullptr) return false;  // a norm beyond the range of int32 could wrap around
       rounding += 1e-3 * std::abs(weights[m]) + (weights[m] < 0 ? -weights[m] : 0);
+      less += kLess * weights[m];
     }
     std::memset(counts, 0, sizeof counts);
     for (int64_t m = 0, last = -1; m < job.M; ++m) {
-      if (m == 0 || job.bases[m] != job.bases[m - 1]) tables[++last] = table_of(m, per_step);
+      if (m == 0 || job.bases[m] != job.bases[m - 1]) fill_table(m, per_step, tables[++last]);
       if (kShared) break;
       const int64_t g = m / 4;
-      const __mmask64 own = 0x1111111111111111 << (m % 4);
+      const Places own = place_of(static_cast<int>(m % 4));
       if (counts[g] > 0 && levels[g][counts[g] - 1].table == last)
         levels[g][counts[g] - 1].bytes |= own;
       else
         levels[g][counts[g]++] = {static_cast<int>(last), own};
     }
-    for (int g = 0; g < kGroups; ++g) {
-      int32_t four;
-      std::memcpy(&four, weights + 4 * g, sizeof four);
-      weight[g] = _mm512_set1_epi32(four);
-    }
+    std::memcpy(weight, weights, sizeof weight);
     return true;
   }
 
   // floor((A_m - min A_m) per_step) of all codewords, as bytes.
-  Table table_of(int64_t m, float per_step) const {
+  void fill_table(int64_t m, float per_step, Quarter (&table)[4]) const {
     const float *const entries = job.entries(q, m), sign = sign_of(job.metric), least = low(m);
     alignas(64) float steps[256] = {};
     alignas(64) uint8_t bytes[256];
     for (int64_t k = 0; k < job.K; ++k) steps[k] = (sign * entries[k] - least) * per_step;
     for (int64_t k = 0; k < 256; k += kWidth) Floats::load(steps + k).store_bytes(bytes + k);
-    Table table;
-    for (int i = 0; i < 4; ++i) table.parts[i] = _mm512_load_si512(bytes + 64 * i);
-    return table;
+    for (auto& entry : bytes) entry = static_cast<uint8_t>(entry - kLess);
+    for (int i = 0; i < 4; ++i) table[i] = load_quarter(bytes + 64 * i);
   }
 
   // Sets the limit for the k-th best cost so far. With norms it is shifted to about 0, so that integers overflow only
@@ -159,22 +117,18 @@ struct One {
   void tighten() {
     const double steps = (bound.limit(best->tau) - base) * unit;
     shift = job.norms == nullptr ? 0 : static_cast<float>(steps);
-    most = static_cast<int32_t>(std::fmin(std::fmax(std::floor(steps - shift + rounding + 1), -2e9), 2e9));
+    most = static_cast<int32_t>(std::fmin(std::fmax(std::floor(steps - shift + rounding + 1), -2e9), 2e9)) - less;
     // The root has a relative error of up to 2^-14, for which the factor allows.
     const double c = bound.factor(best->tau) * unit;
     factor = static_cast<float>(has_root(job.metric) ? c * (c >= 0 ? 1 - 1.0 / 4096 : 1 + 1.0 / 4096) : c);
     if (!std::isfinite(factor)) factor = shift = 0, most = std::numeric_limits<int32_t>::max();  // keep all
   }
 
-  // B of 16 codes in units, less `shift`; what is far above all limits is clamped. A norm that is NaN, or has no root,
-  // gives the least of all integers, so that the code is kept.
+  // B of some codes in units, less `shift`; what is far above all limits is clamped. A norm that is NaN, or has no
+  // root, gives so little that the code is kept.
   template <class Metric>
-  __m512i start(int64_t n) const {
-    if (!Metric::kNorms) return _mm512_setzero_si512();
-    __m512 norms = _mm512_loadu_ps(job.norms + n);
-    if (Metric::kRoot) norms = _mm512_mul_ps(norms, _mm512_rsqrt14_ps(norms));
-    const __m512 added = _mm512_fmsub_ps(norms, _mm512_set1_ps(factor), _mm512_set1_ps(shift));
-    return _mm512_cvttps_epi32(_mm512_min_ps(_mm512_set1_ps(1e9f), added));
+  Dwords start(int64_t n) const {
+    return Metric::kNorms ? steps_of<Metric::kRoot>(job.norms + n, factor, shift) : Dwords::all(0);
   }
 
   const uint8_t* row(int64_t n) const {
@@ -183,33 +137,39 @@ struct One {
 
   // Sums of the 64 codes from n on; whether any of them is within the limit.
   template <class Metric>
-  __attribute__((always_inline)) bool sum_up(int64_t n, const Table& local, __m512i limit, __m512i (&sums)[4]) const {
-    for (int i = 0; i < 4; ++i) sums[i] = start<Metric>(n + 16 * i);
+  __attribute__((always_inline)) bool sum_up(int64_t n, const Quarter& a, const Quarter& b, const Quarter& c,
+                                             const Quarter& d, int32_t limit, Dwords (&sums)[kVectors]) const {
+    Dwords least = Dwords::all(std::numeric_limits<int32_t>::max());
     if constexpr (kShared) {
-      for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < kVectors; ++i) {
+        const int64_t first = n + i * Dwords::kLanes;
+        Dwords sum = start<Metric>(first);
         for (int g = 0; g < kGroups; ++g)
-          sums[i] =
-              _mm512_dpbusd_epi32(sums[i], look_up(local, dwords_of<kStride>(row(n + 16 * i), g, stride)), weight[g]);
+          sum = add_products(sum, look_up(a, b, c, d, dwords_of<kStride>(row(first), g, stride)), weight[g]);
+        sums[i] = sum, least = min(least, sum);
+      }
     } else {
+      for (int i = 0; i < kVectors; ++i) sums[i] = start<Metric>(n + i * Dwords::kLanes);
       for (int g = 0; g < kGroups; ++g) add_dword(n, g, sums);
+      for (const Dwords& sum : sums) least = min(least, sum);
     }
-    const __m512i least = _mm512_min_epi32(_mm512_min_epi32(sums[0], sums[1]), _mm512_min_epi32(sums[2], sums[3]));
-    return _mm512_cmple_epi32_mask(least, limit) != 0;
+    return any_at_most(least, limit);
   }
 
   // Adds the levels of dword g of the 64 codes from n on, each by its own table.
-  __attribute__((always_inline)) void add_dword(int64_t n, int g, __m512i (&sums)[4]) const {
-    __m512i codes[4], entries[4];
-    for (int i = 0; i < 4; ++i) {
-      codes[i] = dwords_of<kStride>(row(n + 16 * i), g, stride);
-      entries[i] = _mm512_setzero_si512();
+  __attribute__((always_inline)) void add_dword(int64_t n, int g, Dwords (&sums)[kVectors]) const {
+    Dwords codes[kVectors], entries[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      codes[i] = dwords_of<kStride>(row(n + i * Dwords::kLanes), g, stride);
+      entries[i] = Dwords::all(0);
     }
     for (int j = 0; j < counts[g]; ++j) {
       const Levels own = levels[g][j];
-      const Table table = tables[own.table];
-      for (int i = 0; i < 4; ++i) entries[i] = _mm512_mask_mov_epi8(entries[i], own.bytes, look_up(table, codes[i]));
+      const Quarter a = tables[own.table][0], b = tables[own.table][1];
+      const Quarter c = tables[own.table][2], d = tables[own.table][3];
+      for (int i = 0; i < kVectors; ++i) entries[i] = put(entries[i], own.bytes, look_up(a, b, c, d, codes[i]));
     }
-    for (int i = 0; i < 4; ++i) sums[i] = _mm512_dpbusd_epi32(sums[i], entries[i], weight[g]);
+    for (int i = 0; i < kVectors; ++i) sums[i] = add_products(sums[i], entries[i], weight[g]);
   }
 
   // Always inline: GCC 12 takes a function of prefetches for one without effect.
@@ -222,13 +182,13 @@ struct One {
   template <class Metric, bool kAhead>
   void scan(int64_t begin, int64_t end, int64_t ahead) {
     for (int64_t n = begin; n < end;) {
-      const Table local = tables[0];
-      const __m512i limit = _mm512_set1_epi32(most);
-      __m512i sums[4];
+      const Quarter a = tables[0][0], b = tables[0][1], c = tables[0][2], d = tables[0][3];
+      const int32_t limit = most;
+      Dwords sums[kVectors];
       bool any = false;
       for (; n < end && !any; n += 64) {
         if (kAhead) fetch<Metric>(n + ahead);
-        any = sum_up<Metric>(n, local, limit, sums);
+        any = sum_up<Metric>(n, a, b, c, d, limit, sums);
       }
       if (any) look_closely(n - 64, sums, ~uint64_t{0});
       while (n < end && rejected >= 0 && ~copies_of_rejected(n) == 0) n += 64;
@@ -236,15 +196,9 @@ struct One {
   }
 
   // Scores the codes of 64 that are wanted and left, except copies of the one that was rejected last.
-  __attribute__((noinline)) void look_closely(int64_t first, const __m512i (&sums)[4], uint64_t wanted) {
-    uint64_t candidates = 0;
-    for (int i = 0; i < 4; ++i)
-      candidates |= uint64_t{_mm512_cmple_epi32_mask(sums[i], _mm512_set1_epi32(most))} << (16 * i);
-    candidates &= wanted;
-    if (job.keep != nullptr) {
-      const __m512i keep = _mm512_loadu_si512(job.keep + first);
-      candidates &= _mm512_test_epi8_mask(keep, keep);
-    }
+  __attribute__((noinline)) void look_closely(int64_t first, const Dwords (&sums)[kVectors], uint64_t wanted) {
+    uint64_t candidates = at_most(sums, most) & wanted;
+    if (job.keep != nullptr) candidates &= nonzero(job.keep + first);
     if (candidates && rejected >= 0) candidates &= ~copies_of_rejected(first);
     const float before = best->tau;
     for (; candidates; candidates &= candidates - 1) {
@@ -259,19 +213,19 @@ struct One {
   }
 
   uint64_t copies_of_rejected(int64_t first) const {
-    uint64_t copies = 0;
-    for (int i = 0; i < 4; ++i) {
-      uint16_t same = 0xffff;
+    Dwords different[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+      different[i] = Dwords::all(0);
       for (int g = 0; g < kGroups; ++g) {
         int32_t four = 0;
         std::memcpy(&four, row(rejected) + 4 * g, kStride ? std::min(kStride, 4) : 4);
-        same &= _mm512_cmpeq_epi32_mask(dwords_of<kStride>(row(first + 16 * i), g, stride), _mm512_set1_epi32(four));
+        different[i] = differences(different[i], dwords_of<kStride>(row(first + i * Dwords::kLanes), g, stride), four);
       }
-      if (job.norms != nullptr) {
-        const __m512 norms = _mm512_loadu_ps(job.norms + first + 16 * i);
-        same &= _mm512_cmp_ps_mask(norms, _mm512_set1_ps(job.norms[rejected]), _CMP_EQ_OQ);
-      }
-      copies |= uint64_t{same} << (16 * i);
+    }
+    uint64_t copies = zero(different);
+    for (int64_t i = 0; i < 64 && job.norms != nullptr; i += kWidth) {
+      const unsigned same = equal(Floats::load(job.norms + first + i), Floats::all(job.norms[rejected]));
+      copies &= ~(uint64_t{~same & 0xffff} << i);
     }
     return copies;
   }
@@ -280,13 +234,14 @@ struct One {
   const int stride;
   int64_t q = 0;
   Reservoir* best = nullptr;
-  Table tables[kShared ? 1 : 4 * kGroups];  // of the groups of levels that share their codewords
-  Levels levels[kGroups][4];                // of each dword, not with kShared
-  int counts[kGroups];                      // how many of these there are
-  __m512i weight[kGroups];
+  Quarter tables[kShared ? 1 : 4 * kGroups][4];  // of the groups of levels that share their codewords
+  Levels levels[kGroups][4];                     // of each dword, not with kShared
+  int counts[kGroups];                           // how many of these there are
+  int32_t weight[kGroups];                       // four bytes in each
   Bound bound;
   double base = 0, rounding = 0;
   float unit = 0, factor = 0, shift = 0;
+  int32_t less = 0;  // by which sums are too small, because entries are
   int32_t most = 0;  // the greatest sum that is kept
   int64_t rejected = -1;
 };

@@ -18,8 +18,14 @@ bool by_bytes(const Search& job, int64_t count) {
   return count > 4 * seeds_for(job.k) && count > 2 * job.K && job.M <= kMaxLevels;
 }
 
-// The number of queries from which a batch is faster than one after the other.
-int64_t worth_a_batch(const Search& job) { return is_quick(job) ? 20 : 3; }
+// The number of queries from which a batch is faster than one after the other. That of NEON is the ratio of
+// instructions.
+#if defined(DRQ_NEON)
+constexpr int64_t kWorthABatch = 10;
+#else
+constexpr int64_t kWorthABatch = 20;
+#endif
+int64_t worth_a_batch(const Search& job) { return is_quick(job) ? kWorthABatch : 3; }
 
 // One query after the other. With several, each scans a block of codes before the next block is read, which is in cache
 // then.
@@ -128,7 +134,7 @@ void scan_part(const Part& part) {
   if (bytes && part.last_query - q >= least) {
     std::unique_ptr<Sample<Code>> sample;
     if (Sample<Code>::pays(part.job, count)) sample.reset(new Sample<Code>(part.job, part.bins, part.begin, part.end));
-#if defined(DRQ_AVX512)
+#if defined(DRQ_AVX512) || defined(DRQ_NEON)
     q = scan_batches<Code, 64>(part, sample.get(), q, 33);
 #endif
     q = scan_batches<Code, 32>(part, sample.get(), q, least);

@@ -29,11 +29,19 @@ DRQ_DECLARE_COPIES(int64_t, fill_tables, const Search& job, const Queries& queri
 
 namespace {
 
+// Rough times in seconds: to make a thread worth waking, of a look-up, and of a code in lists. Those of NEON are
+// guessed from counts of instructions.
+constexpr double kThread = 60e-6;
+#ifdef DRQ_ARM
+constexpr double kLookUp[kIsaCount] = {230e-12, 60e-12, 50e-12}, kCode[kIsaCount] = {4e-9, 1e-9, 1e-9};
+#else
+constexpr double kLookUp[kIsaCount] = {230e-12, 110e-12, 15e-12}, kCode[kIsaCount] = {4e-9, 1e-9, 0.2e-9};
+#endif
+
 // How the work is divided: `groups` of queries, each over `ranges` of codes.
 struct Division {
   Division(const Search& job, int isa, int threads, bool in_batches) {
-    // Rough times in seconds: to make a thread worth waking, of a query, and of one of its look-ups.
-    constexpr double kThread = 60e-6, kQuery = 3e-6, kLookUp[kIsaCount] = {230e-12, 110e-12, 15e-12};
+    constexpr double kQuery = 3e-6;  // seconds that a query takes besides
     // With small k, half a batch of queries takes about as long as a whole one, but half of the codes take half as
     // long. With large k, ranges of codes would each have to find k.
     constexpr int64_t kLeastRange = 1 << 15;
@@ -144,8 +152,7 @@ int64_t search_cpu(const Search& given, const Queries& queries, int isa, int thr
 }
 
 int64_t search_lists_cpu(const Search& job, const Queries& queries, const Lists& lists, int isa, int threads) {
-  // Rough times in seconds: to make a thread worth waking, and of a query in the codes that it looks at.
-  constexpr double kThread = 60e-6, kQuery = 5e-6, kCode[kIsaCount] = {4e-9, 1e-9, 0.2e-9};
+  constexpr double kQuery = 5e-6;  // seconds that a query takes besides
   const double codes = static_cast<double>(job.N) * lists.probes / lists.L;
   const double parts = std::min<double>(threads, job.Q * (kQuery + codes * kCode[isa]) / kThread);
   const int64_t groups = std::max<int64_t>(1, std::min(job.Q, static_cast<int64_t>(parts)));
