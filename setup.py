@@ -61,7 +61,7 @@ def isa_flags(machine: str) -> tuple[str, dict[str, str]]:
         quiet = "-Wno-uninitialized -Wno-maybe-uninitialized"
         return "-DDRQ_X86", {"portable": "", "avx2": "-mavx2 -mfma -mf16c", "avx512": f"{avx512} {quiet}"}
     if machine.lower() in ("aarch64", "arm64"):
-        dotprod = "-DDRQ_NEON -march=armv8.2-a+dotprod"
+        dotprod = "-DDRQ_NEON -mcpu=generic+dotprod"
         return "-DDRQ_ARM", {"portable": "", "neon": "-DDRQ_NEON", "dotprod": dotprod}
     return "", {"portable": ""}
 
@@ -111,14 +111,22 @@ class NinjaBuild(build_ext):
         subprocess.run([sys.executable, "-m", "ninja", "-C", str(folder)], check=True)
 
 
-def ninja_file(target: Path, cxx: str, nvcc: str | None) -> str:
+def ninja_file(
+    target: Path,
+    cxx: str,
+    nvcc: str | None = None,
+    *,
+    machine: str = platform.machine(),
+    system: str = sys.platform,
+) -> str:
+    """How to build the extension; for another machine and system if `cxx` compiles for these."""
     import pybind11
 
     python = sysconfig.get_paths()
     includes = " ".join(f"-isystem {shell_path(p)}" for p in (pybind11.get_include(), python["include"]))
-    declared, copies = isa_flags(platform.machine())
+    declared, copies = isa_flags(machine)
     defines = f"-DDRQ_FAST_CUDA {declared}" if nvcc else declared
-    shared = "-bundle -undefined dynamic_lookup" if sys.platform == "darwin" else "-shared"
+    shared = "-bundle -undefined dynamic_lookup" if system == "darwin" else "-shared"
     arch = os.environ.get("DRQ_FAST_CUDA_ARCH", "all-major")
     cxx_sources = [ROOT / name for name in CXX_SOURCES]
     cuda_sources = [ROOT / name for name in CUDA_SOURCES] if nvcc else []

@@ -1,4 +1,4 @@
-// Searches some of 16,384 random codes by one instruction set and one thread, so that its instructions can be counted.
+// Searches some of 12,288 random codes by one instruction set and one thread, so that its instructions can be counted.
 // Usage: scan ISA METRIC QUERIES LEVELS CODES.
 #include <cmath>
 #include <string>
@@ -11,7 +11,7 @@ int main(int argc, char** argv) {
   if (argc != 6) return 2;
   const auto number = [argv](int i) { return std::strtoll(argv[i], nullptr, 10); };
   const int metric = static_cast<int>(number(2));
-  const int64_t Q = number(3), M = number(4), N = 16384, K = 256, k = 10;
+  const int64_t Q = number(3), M = number(4), N = 12288, K = 256, k = 1;
   int isa = 0;
   while (isa < drq::kIsaCount && std::string(argv[1]) != drq::kIsaNames[isa]) ++isa;
   if (!drq::isa_supported(isa)) return 3;
