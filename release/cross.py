@@ -43,5 +43,4 @@ def build(target: Target, folder: Path) -> Path:
 
 if __name__ == "__main__":
     for each in TARGETS:
-        made = build(each, Path(sys.argv[1]) / each.name)
-        print(f"{each.name}: {made} has {made.stat().st_size / 1e6:.2f} MB")
+        print(f"{each.name}: built {build(each, Path(sys.argv[1]) / each.name)}")
