@@ -1,7 +1,7 @@
 """Compiles the extension for other machines with zig (PyPI: ziglang), so that an error shows before a release.
 
-`python cross.py FOLDER` builds FOLDER/<target>/_C.so with the flags of setup.py. Nothing is executed here, and the
-headers of this machine's Python stand in for those of the target.
+`python cross.py FOLDER` builds FOLDER/<target>/_C.so with the flags of setup.py. Nothing is executed, and the headers of
+this machine's Python stand in for those of the target; for Windows the kernels are compiled without the module.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ TARGETS = (
 def build(target: Target, folder: Path) -> Path:
     """Builds the extension for a target in a folder; returns its path."""
     setup: dict[str, Any] = runpy.run_path(str(ROOT / "setup.py"))
+    if target.system == "win32":
+        setup["CXX_SOURCES"].remove("csrc/bindings.cpp")  # Python.h of another system does not compile there
     folder.mkdir(parents=True, exist_ok=True)
     extension = folder.resolve() / "_C.so"
     compiler = shlex.join([sys.executable, "-m", "ziglang", "c++", "-target", target.name])
-    text = setup["ninja_file"](extension, compiler, machine=target.machine, system=target.system)
-    (folder / "build.ninja").write_text(text)
+    text: str = setup["ninja_file"](extension, compiler, machine=target.machine, system=target.system)
+    (folder / "build.ninja").write_text(text.replace("-bundle", "-shared"))  # zig 0.17 has no bundles of macOS
     subprocess.run([sys.executable, "-m", "ninja", "-C", str(folder)], check=True)
     return extension
 
