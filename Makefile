@@ -65,7 +65,8 @@ WHEEL := out/wheel
 wheel: out/tools/ready
 	rm -rf $(WHEEL) dist
 	DRQ_FAST_CUDA=0 DRQ_FAST_NATIVE=1 out/tools/bin/python -m build --outdir $(WHEEL) .
-	if [ "$$(uname)" = Linux ]; then out/tools/bin/python -m auditwheel repair --strip --wheel-dir dist $(WHEEL)/*.whl; \
+	if [ "$$(uname)" = Linux ]; then \
+		PATH="$(CURDIR)/out/tools/bin:$$PATH" auditwheel repair --strip --wheel-dir dist $(WHEEL)/*.whl; \
 	else mkdir dist && cp $(WHEEL)/*.whl dist; fi
 
 # Installs that wheel and its dependencies in an environment of its own and runs the examples of the README there.
@@ -74,7 +75,7 @@ wheel-test: wheel
 	$(WHEEL)/venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
 	cd $(WHEEL) && venv/bin/python ../../release/smoke.py
 
-# Compiles the native code for ARM on Linux and macOS, and for Windows, with zig; see release/cross.py.
+# Compiles the extension for ARM on Linux and macOS with zig; see release/cross.py.
 cross: out/tools/ready
 	out/tools/bin/python release/cross.py out/cross
 

@@ -1,7 +1,7 @@
 """Compiles the extension for other machines with zig (PyPI: ziglang), so that an error shows before a release.
 
 `python cross.py FOLDER` builds FOLDER/<target>/_C.so with the flags of setup.py. Nothing is executed, and the headers of
-this machine's Python stand in for those of the target; for Windows the kernels are compiled without the module.
+this machine's Python stand in for those of the target.
 """
 
 from __future__ import annotations
@@ -25,15 +25,12 @@ class Target(NamedTuple):
 TARGETS = (
     Target("aarch64-linux-gnu.2.28", "aarch64", "linux"),
     Target("aarch64-macos.11.0", "arm64", "darwin"),
-    Target("x86_64-windows-gnu", "AMD64", "win32"),
 )
 
 
 def build(target: Target, folder: Path) -> Path:
     """Builds the extension for a target in a folder; returns its path."""
     setup: dict[str, Any] = runpy.run_path(str(ROOT / "setup.py"))
-    if target.system == "win32":
-        setup["CXX_SOURCES"].remove("csrc/bindings.cpp")  # Python.h of another system does not compile there
     folder.mkdir(parents=True, exist_ok=True)
     extension = folder.resolve() / "_C.so"
     compiler = shlex.join([sys.executable, "-m", "ziglang", "c++", "-target", target.name])

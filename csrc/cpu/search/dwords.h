@@ -95,7 +95,7 @@ inline uint64_t at_most(const Dwords (&all)[4], int32_t b) {
 }
 inline uint64_t zero(const Dwords (&all)[4]) {
   uint64_t bits = 0;
-  for (int i = 0; i < 4; ++i) bits |= uint64_t{_mm512_testn_epi32_mask(all[i].v, all[i].v)} << (16 * i);
+  for (int i = 0; i < 4; ++i) bits |= uint64_t{_mm512_cmpeq_epi32_mask(all[i].v, _mm512_setzero_si512())} << (16 * i);
   return bits;
 }
 inline uint64_t nonzero(const uint8_t* bytes) {
