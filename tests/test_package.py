@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import pydoc
+import re
 import shutil
 import subprocess
 import sys
@@ -105,6 +106,13 @@ def test_info_says_what_has_no_cuda():
 def test_the_package_names_its_author():
     text = (ROOT / "pyproject.toml").read_text()
     assert 'authors = [{ name = "drq_fast developers" }]' in text
+
+
+def test_wheels_have_every_package():
+    text = (ROOT / "pyproject.toml").read_text()
+    listed = re.findall(r'"(.+?)"', text.partition("\npackages = [")[2].partition("]")[0])
+    there = {".".join(path.relative_to(ROOT).parts[:-1]) for path in (ROOT / "drq_fast").rglob("*.py")}
+    assert sorted(listed) == sorted(there | {"drq_fast.kernels"})
 
 
 def test_source_tree_without_a_build_works_and_warns_once(tmp_path):
