@@ -1,7 +1,7 @@
 """Compiles the extension for other machines with zig (PyPI: ziglang), so that an error shows before a release.
 
-`python cross.py FOLDER` builds FOLDER/<target>/_C.so with the flags of setup.py. Nothing is executed, and the headers of
-this machine's Python stand in for those of the target.
+`python cross.py FOLDER` builds FOLDER/<target>/_C.so with the flags of setup.py. Nothing is executed, and the headers
+of this machine's Python stand in for those of the target.
 """
 
 from __future__ import annotations
