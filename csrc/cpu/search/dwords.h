@@ -83,6 +83,10 @@ inline Dwords steps_of(const float* norms, float factor, float shift) {
   return {_mm512_cvttps_epi32(_mm512_min_ps(_mm512_set1_ps(kMost), steps))};
 }
 
+using Places = __mmask64;
+constexpr Places place_of(int byte) { return Places{0x1111111111111111} << byte; }
+inline Dwords put(Dwords to, Places at, Dwords from) { return {_mm512_mask_mov_epi8(to.v, at, from.v)}; }
+
 inline Dwords min(Dwords a, Dwords b) { return {_mm512_min_epi32(a.v, b.v)}; }
 inline Dwords differences(Dwords before, Dwords a, int32_t b) {
   return {_mm512_or_si512(before.v, _mm512_xor_si512(a.v, _mm512_set1_epi32(b)))};
@@ -179,6 +183,10 @@ inline Dwords steps_of(const float* norms, float factor, float shift) {
   const float32x4_t steps = vfmaq_f32(vdupq_n_f32(-shift), x, vdupq_n_f32(factor));
   return {vcvtq_s32_f32(vminnmq_f32(vmaxnmq_f32(steps, vdupq_n_f32(-2.1e9f)), vdupq_n_f32(kMost)))};
 }
+
+using Places = uint32_t;
+constexpr Places place_of(int byte) { return Places{0xff} << (8 * byte); }
+inline Dwords put(Dwords to, Places at, Dwords from) { return {vbslq_s32(vdupq_n_u32(at), from.v, to.v)}; }
 
 inline Dwords min(Dwords a, Dwords b) { return {vminq_s32(a.v, b.v)}; }
 inline Dwords differences(Dwords before, Dwords a, int32_t b) {
