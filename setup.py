@@ -61,7 +61,7 @@ def isa_flags(machine: str) -> tuple[str, dict[str, str]]:
         quiet = "-Wno-uninitialized -Wno-maybe-uninitialized"
         return "-DDRQ_X86", {"portable": "", "avx2": "-mavx2 -mfma -mf16c", "avx512": f"{avx512} {quiet}"}
     if machine.lower() in ("aarch64", "arm64"):
-        dotprod = "-DDRQ_NEON -mcpu=generic+dotprod"
+        dotprod = "-DDRQ_NEON -march=armv8.2-a+dotprod"
         return "-DDRQ_ARM", {"portable": "", "neon": "-DDRQ_NEON", "dotprod": dotprod}
     return "", {"portable": ""}
 

@@ -1,7 +1,7 @@
 """Compiles the extension for other machines with zig (PyPI: ziglang), so that an error shows before a release.
 
-`python cross.py FOLDER` builds FOLDER/<target>/_C.so with the flags of setup.py. Nothing is executed. The headers of
-this machine's Python stand in for those of the target.
+`python cross.py FOLDER` builds FOLDER/<target>/_C.so with the flags of setup.py. Nothing is executed, and the headers
+of this machine's Python stand in for those of the target.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ TARGETS = (
     Target("aarch64-linux-gnu.2.28", "aarch64", "linux"),
     Target("aarch64-macos.11.0", "arm64", "darwin"),
 )
+# zig names processors rather than architectures, and crashes when it links a bundle of macOS.
+SPELLINGS = {"-march=armv8.2-a+dotprod": "-mcpu=generic+dotprod", "-bundle": "-shared"}
 
 
 def build(target: Target, folder: Path) -> Path:
@@ -35,7 +37,9 @@ def build(target: Target, folder: Path) -> Path:
     extension = folder.resolve() / "_C.so"
     compiler = shlex.join([sys.executable, "-m", "ziglang", "c++", "-target", target.name])
     text: str = setup["ninja_file"](extension, compiler, machine=target.machine, system=target.system)
-    (folder / "build.ninja").write_text(text.replace("-bundle", "-shared"))  # zig 0.17 has no bundles of macOS
+    for ours, zigs in SPELLINGS.items():
+        text = text.replace(ours, zigs)
+    (folder / "build.ninja").write_text(text)
     subprocess.run([sys.executable, "-m", "ninja", "-C", str(folder)], check=True)
     return extension
 
