@@ -64,7 +64,7 @@ def random_index(made: Codec, N: int, first: int = 0) -> Index:
 def measured(N: int) -> dict[str, float]:
     """Rates of one core, N codes being searched."""
     made, query = codec(), torch.randn(256, DIM)
-    index = random_index(made, N)
+    index = random_index(made, N, 1 << 33)  # ids of 8 bytes
     found = {
         "scan_one": N / seconds(lambda: index.search(query[0], k=10)),
         "scan_batch": 256 * N / seconds(lambda: index.search(query, k=10), 3),
@@ -102,8 +102,7 @@ def on_cluster(N: int, rows: int) -> dict[str, float]:
     import ray
     from ray.cluster_utils import Cluster
 
-    from drq_fast.interop import parquet
-    from drq_fast.interop.ray import ShardedIndex, encode_files
+    from drq_fast.interop.ray import ShardedIndex
 
     settings = {"num_cpus": 2, "object_store_memory": 200 << 20}
     cluster = Cluster(initialize_head=True, head_node_args={**settings, "include_dashboard": False})
@@ -127,19 +126,28 @@ def on_cluster(N: int, rows: int) -> dict[str, float]:
         sources = [f"{folder}/{i}.parquet" for i in range(16)]
         for source in sources:
             pq.write_table(pa.table({"embedding": vectors}), source)
-        for name in ("warm", "threads", "workers"):
-            out, start = Path(folder, name), time.perf_counter()
-            out.mkdir()
-            if name == "threads":
-                torch.set_num_threads(2)
-                parquet.encode_files(made, parquet.tasks(made, sources, out, beam=16))
-                torch.set_num_threads(1)
-            else:
-                encode_files(made, sources[: 4 if name == "warm" else 16], out, beam=16, workers=2)
-            found[f"encode_{name}"] = rows / (time.perf_counter() - start)
+        for name in ("threads", "workers"):
+            times = [_encoding(made, sources[:count], Path(folder, f"{name}{count}"), name) for count in (4, 16)]
+            found[f"encode_{name}"] = 12 / 16 * rows / (times[1] - times[0])  # without the start of the workers
     ray.shutdown()
     cluster.shutdown()
     return found
+
+
+def _encoding(made: Codec, sources: list[str], out: Path, by: str) -> float:
+    """The seconds in which two threads of this process, or two workers of a cluster, encode files."""
+    from drq_fast.interop import parquet
+    from drq_fast.interop.ray import encode_files
+
+    out.mkdir()
+    start = time.perf_counter()
+    if by == "workers":
+        encode_files(made, sources, out, beam=16, workers=2)
+    else:
+        torch.set_num_threads(2)
+        parquet.encode_files(made, parquet.tasks(made, sources, out, beam=16))
+        torch.set_num_threads(1)
+    return time.perf_counter() - start
 
 
 def model(found: dict[str, float], N: float, codes_per_shard: float = 2e8, cores: int = 32) -> list[tuple[str, str]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -87,7 +89,8 @@ def test_answers_over_http_are_those_of_one_index():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", str(port)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
+    own = os.environ | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}  # else Ray writes one to the user's home
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=own)
     assert "100 answers, all as of one index" in done.stdout
 
 
