@@ -287,8 +287,7 @@ class RecurrentQuantizer(LayerParameters):
         x: [..., dim], a tensor, an array or memory map, or an iterable of such batches. `sample` vectors of x are drawn
         and used; the default is 65,536 or 256 per codeword, whichever is more. Errors are those of the sample, relative
         to the offset alone. The layer's `level_weights` weight the prefix lengths; without them the full length has
-        weight 1, the shortest 0.16 and the others 0.1. Above 4096 codewords, the codewords are vectors drawn from x and
-        only the scale is fitted. On Ctrl-C the best codec so far is kept, if a round is complete.
+        weight 1, the shortest 0.16 and the others 0.1. On Ctrl-C the best codec so far is kept, if a round is complete.
 
         >>> errors = layer.fit(np.load("embeddings.npy", mmap_mode="r"))
         """

@@ -35,6 +35,8 @@ from .options import nearest
 from .run import Encodable, Run, vacant
 from .vectors import VectorFiles
 
+_FITTED = ("codewords", "levels", "codebooks", "scale", "rounds", "beam", "seed")  # options that a run records
+
 
 def info(options: argparse.Namespace) -> Result:
     """`drq-fast info`."""
@@ -51,7 +53,7 @@ def fit(options: argparse.Namespace) -> Result:
     _not_inside(run, options.vectors)
     seed = checks.seed("fit", options.seed) or 0
     levels = checks.integer("fit", "levels", options.levels, 1, 1000)
-    layer = RecurrentQuantizer(vectors.dim, options.codewords, levels, scale=options.scale)
+    layer = RecurrentQuantizer(vectors.dim, options.codewords, levels, codebooks=options.codebooks, scale=options.scale)
     run.claim_folder()
     run.all_vacant(options.force)
     default = sample_size(layer.codewords)
@@ -60,7 +62,7 @@ def fit(options: argparse.Namespace) -> Result:
     config = {
         "command": "fit",
         "vectors": [str(Path(name).resolve()) for name in options.vectors],
-        **{name: getattr(options, name) for name in ("codewords", "levels", "scale", "rounds", "beam", "seed")},
+        **{name: getattr(options, name) for name in _FITTED},
         "sample": len(x),
         "drq_fast": __version__,
     }

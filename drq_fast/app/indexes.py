@@ -35,7 +35,7 @@ def build(options: argparse.Namespace) -> Result:
         checks.fail("build", "plot", "left out for a single vector, which cannot be tuned", plot)
     made = Index.build(
         vectors,
-        **{name: getattr(options, name) for name in ("bits", "metric", "lists", "beam", "sample", "seed")},
+        **{name: getattr(options, name) for name in ("bits", "codebooks", "metric", "lists", "beam", "sample", "seed")},
         vectors=None if options.keep == "none" else options.keep,
         ids=None if options.ids is None else files.read_array("build", options.ids),
     )

@@ -22,6 +22,8 @@ _CHOICES = {
     "mining": MINING,
 }
 
+_CODEBOOKS = "codebooks, each of which as many neighbouring levels share; more have less error and take longer to fit"
+
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
     """`, did you mean ...?` if a known name is similar; else the list of names, if it is short."""
@@ -125,6 +127,7 @@ def _build(add: Any) -> None:
     parser.add_argument("index", metavar="INDEX", help="file to write")
     _force(parser)
     _number(parser, "--bits", 64, "bits per code, a multiple of 8")
+    _number(parser, "--codebooks", 1, _CODEBOOKS)
     text = f"{_listed(METRICS)}: what is searched by (default: {METRICS[0]})"
     parser.add_argument("--metric", choices=METRICS, default=METRICS[0], metavar="metric", help=text)
     text = "number of inverted lists, none, or auto: about 2 sqrt(N), and none for N < 50,000 (default: auto)"
@@ -167,8 +170,9 @@ def _fit(add: Any) -> None:
     parser.add_argument(
         "vectors", nargs="+", metavar="FILE.npy", help="numbers [N, D]; several files are read as one array"
     )
-    _number(parser, "--codewords", 256, "codewords K in the shared codebook")
+    _number(parser, "--codewords", 256, "codewords K in a codebook")
     _number(parser, "--levels", 4, "levels M: rounds of quantization")
+    _number(parser, "--codebooks", 1, _CODEBOOKS)
     _number(parser, "--rounds", ROUNDS, "rounds of fitting")
     _number(parser, "--beam", 16, "beam width of the encoder in the last rounds of fitting")
     _number(parser, "--sample", None, "vectors in the sample (default: 65,536, or 256 per codeword if that is more)")

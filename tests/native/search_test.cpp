@@ -65,9 +65,9 @@ struct Case {
 
   void print() const {
     std::printf("Q=%lld N=%lld K=%lld T=%lld M=%lld k=%lld stride=%lld metric=%d wide=%d keep=%d threads=%d\n",
-                static_cast<long long>(Q), static_cast<long long>(N), static_cast<long long>(K), static_cast<long long>(T),
-                static_cast<long long>(M), static_cast<long long>(k), static_cast<long long>(stride), metric, wide,
-                !keep.empty(), threads);
+                static_cast<long long>(Q), static_cast<long long>(N), static_cast<long long>(K),
+                static_cast<long long>(T), static_cast<long long>(M), static_cast<long long>(k),
+                static_cast<long long>(stride), metric, wide, !keep.empty(), threads);
   }
 
   Random random;
@@ -287,7 +287,8 @@ bool norms_agree(Case& c) {
   const bool offset = c.random.once_in(2);
   const float constant = 0.7f;
   drq::Norms job{};
-  job.gram = gram.data(), job.scale = c.scale.data(), job.bases = c.bases.data(), job.inner = offset ? inner.data() : nullptr;
+  job.gram = gram.data(), job.scale = c.scale.data(), job.bases = c.bases.data(),
+  job.inner = offset ? inner.data() : nullptr;
   job.constants = &constant, job.codes = c.codes_at(), job.norms = norms.data();
   job.N = c.N, job.T = c.T, job.M = c.M, job.stride = c.stride, job.wide = c.wide;
   drq::norms_cpu(job, c.threads);
