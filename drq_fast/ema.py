@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import functional, ranks
-from .backends.types import Parameters
+from .backends.types import Parameters, powers_of
 
 _RATE = 0.1  # of a batch in the averages, at most
 _USES = 50  # per codeword and on average, that the averages remember: with fewer, chance leaves codewords without any
@@ -126,11 +126,6 @@ def _mean_of_groups(values: Tensor, K: int) -> Tensor:
 def _average(before: Tensor, new: Tensor, rate: Tensor) -> Tensor:
     """The running average [T] after a batch; at the first one all codewords are taken to be alike."""
     return torch.where(before.abs().sum() == 0, new.mean(), before).lerp(new, rate)
-
-
-def powers_of(groups: tuple[int, ...]) -> tuple[int, ...]:
-    """The number of each level [M] within its group."""
-    return tuple(m - groups.index(group) for m, group in enumerate(groups))
 
 
 def shared_factor(scale: Tensor, powers: tuple[int, ...]) -> Tensor:

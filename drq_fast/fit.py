@@ -15,10 +15,9 @@ from tqdm import tqdm
 
 from . import checks, functional, refit
 from .backends.torch import FLOOR
-from .backends.types import Parameters
+from .backends.types import Parameters, powers_of
 from .blocks import Blocks, Calls
 from .constants import ROUNDS as ROUNDS
-from .ema import powers_of
 from .sampling import sample as sample
 from .sampling import sample_rows as sample_rows
 from .sampling import seeded as seeded

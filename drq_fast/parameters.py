@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from . import checks, ema
-from .backends.types import Parameters
+from .backends.types import Parameters, powers_of
 
 _AVERAGES = ("codebook", "w", "free_scale", "offset")  # what update="ema" changes, as far as the layer has it
 LEVELS = "_levels"  # in a state dict, where no shape tells the number of levels if they share a scale
@@ -47,7 +47,7 @@ class LayerParameters(nn.Module):
         super().__init__()
         self.dim, self.codewords, self.levels, self.update = dim, codewords, levels, update
         self.groups, self.codebooks = groups, groups[-1] + 1
-        self.powers = ema.powers_of(groups)
+        self.powers = powers_of(groups)
         averages, rows = update == "ema", self.codebooks * codewords
         values = {
             "codebook": torch.randn(rows, dim) / math.sqrt(dim),

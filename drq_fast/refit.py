@@ -9,10 +9,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from . import ema
 from .backends.native.products import product
 from .backends.native.threads import in_parallel
-from .backends.types import Parameters
+from .backends.types import Parameters, powers_of
 from .blocks import Calls
 
 _TILE = 1 << 20  # floats of a [rows, K] or [rows, D] tile that stays in cache
@@ -205,7 +204,7 @@ def scale_of(statistics: Statistics, omega: Tensor, codec: Parameters, free: boo
     The scale is kept if level 0 leaves almost no error to fit it to, as with fewer vectors than codewords. Computed in
     float64, so that levels with tiny weights are fitted as well.
     """
-    M, scale, powers = len(omega), codec.scale, ema.powers_of(codec.groups)
+    M, scale, powers = len(omega), codec.scale, powers_of(codec.groups)
     if not any(powers) or statistics.errors(scale)[0] <= 1e-4 * statistics.energy:
         return scale
     wide, omega, power = statistics.double(), omega.double(), torch.tensor(powers, device=omega.device)

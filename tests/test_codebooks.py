@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from drq_fast import Codec, Index, RecurrentQuantizer, SemanticIds, checks, ema, fit, functional, refit
+from drq_fast import Codec, Index, RecurrentQuantizer, SemanticIds, checks, fit, functional, refit
 from drq_fast.backends.native import extension
-from drq_fast.backends.types import Parameters
+from drq_fast.backends.types import Parameters, powers_of
 from drq_fast.blocks import Blocks
 
 needs_native = pytest.mark.skipif(extension.why_not("cpu") is not None, reason="the extension is not built")
@@ -21,7 +21,7 @@ def codec_of(M, codebooks, K, D, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     groups = checks.groups("test", codebooks, M)
     codebook = torch.randn((groups[-1] + 1) * K, D, generator=generator, dtype=torch.float64)
-    scale = torch.tensor([0.8**m for m in ema.powers_of(groups)], dtype=torch.float64)
+    scale = torch.tensor([0.8**m for m in powers_of(groups)], dtype=torch.float64)
     x, offset = torch.randn(400, D, generator=generator, dtype=torch.float64) + 1, torch.ones(D, dtype=torch.float64)
     return x.to(dtype), codebook.to(dtype), scale.to(dtype), offset.to(dtype)
 

@@ -15,7 +15,7 @@ FLOORS = [
     ["constants", "_C", "kernels"],
     ["blocks", "checks", "modes", "ranks"],
     ["backends", "codes", "sampling"],
-    ["functional", "files"],
+    ["functional", "files", "refit"],
     ["codec", "ema", "objective"],
     ["fit", "parameters", "unique"],
     ["quantizer"],

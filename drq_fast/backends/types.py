@@ -103,6 +103,11 @@ class Parameters(Tables):
         return self.table(_groups_apart)
 
 
+def powers_of(groups: tuple[int, ...]) -> tuple[int, ...]:
+    """The number of each level [M] within its group."""
+    return tuple(m - groups.index(group) for m, group in enumerate(groups))
+
+
 def _groups_apart(codec: Parameters) -> list[Parameters]:
     firsts = [m for m in range(len(codec.groups)) if m == 0 or codec.groups[m] != codec.groups[m - 1]]
     bounds = itertools.pairwise([*firsts, len(codec.groups)])

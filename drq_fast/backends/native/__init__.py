@@ -5,8 +5,9 @@ from .distortion import distortion
 from .encode import encode
 from .extension import why_not
 from .loss import loss
+from .norms import squared_norms
 from .quantize import quantize
-from .search import adc, refine, search, squared_norms
+from .search import adc, refine, search
 from .squared import codeword_sums, decode, squared_errors
 
 __all__ = [

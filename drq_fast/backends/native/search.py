@@ -12,8 +12,8 @@ from .. import torch as definition
 from ..gradients import refuse_second_derivatives
 from ..torch import inverted
 from ..types import Database, Lists, Parameters, SearchResult, Stored
-from .encode import gram
 from .extension import MAX_CODEWORDS, floats, instruction_set, native, pointer
+from .norms import bases_of, dense_rows, squared_norms
 from .threads import single_threaded
 
 if TYPE_CHECKING:
@@ -51,22 +51,6 @@ class Columns:
         )
 
 
-def bases_of(codec: Parameters) -> Tensor:
-    """[M] int64: the row of the codebook where the codewords of each level begin."""
-    return codec.codewords * torch.tensor(codec.groups, device=codec.device)
-
-
-class Inner:
-    """Inner products of codewords and offset, from which squared norms are added up."""
-
-    def __init__(self, codec: Parameters) -> None:
-        codebook, offset = codec.codebook.float(), None if codec.offset is None else codec.offset.float()
-        self.gram, self.scale = gram(codebook), codec.scale.float().contiguous()
-        self.bases = bases_of(codec)
-        self.with_offset = None if offset is None else 2 * (codebook @ offset)
-        self.of_offset = None if offset is None else (offset @ offset).reshape(1)
-
-
 class Centroids:
     """The centroids of lists as the scan of the CPU takes them, float32: packed for products with queries."""
 
@@ -80,7 +64,7 @@ class Scanned:
     """A database as the scan of the CPU takes it."""
 
     def __init__(self, database: Database) -> None:
-        columns, codes, norms = database.codec.table(Columns), _dense_rows(database.codes), _norms(database)
+        columns, codes, norms = database.codec.table(Columns), dense_rows(database.codes), _norms(database)
         keep = None if database.keep is None else database.keep.contiguous()
         self.tensors = columns, codes, norms, keep  # kept alive: the job has their addresses
         N, M = codes.shape
@@ -212,7 +196,7 @@ def _scan_cuda(query: Tensor, database: Database, k: int, finite: bool, probes: 
     if finite:
         checks.finite("search", "query", query, torch.float32)
     codec, metric, lists = database.codec, database.metric, database.lists
-    codes, norms, scale = _dense_rows(database.codes), database.table(_norms), codec.scale.float().contiguous()
+    codes, norms, scale = dense_rows(database.codes), database.table(_norms), codec.scale.float().contiguous()
     keep, bases = None if database.keep is None else database.keep.contiguous(), codec.table(bases_of)
     codebook, offset = codec.codebook.float(), None if codec.offset is None else codec.offset.float()
     scores = torch.empty(len(query), k, dtype=torch.float32, device=query.device)
@@ -414,61 +398,6 @@ def lookup(table: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         with torch.cuda.device(table.device):
             native.lookup_cuda(job, torch.cuda.current_stream().cuda_stream)
     return sums
-
-
-@torch.no_grad()
-def squared_norms(codes: Tensor, codec: Parameters, metric: str, lists: Lists | None = None) -> Tensor:
-    """The squared norms [N] of codes [N, L] on the CPU, float32: see `backends.torch.squared_norms`."""
-    with torch.autocast("cpu", enabled=False):
-        inner = codec.table(Inner)
-    codes, norms = _dense_rows(codes), floats(len(codes))
-    if lists is None:
-        shifted = metric == "cosine" and inner.with_offset is not None
-        _add_norms(inner, codes, norms, inner.with_offset if shifted else None, inner.of_offset if shifted else None)
-        return norms
-    offset = None if codec.offset is None else codec.offset.float()
-    wide = Parameters(codec.codebook.float(), codec.scale, offset)
-    with torch.autocast("cpu", enabled=False):
-        for part in inverted.shifts_of(wide, metric, lists):
-            starts = lists.starts[part.first : part.first + len(part.constants) + 1] - part.begin
-            rows = slice(part.begin, part.end)
-            _add_norms(inner, codes[rows], norms[rows], part.inner, part.constants, starts)
-    return norms
-
-
-def _add_norms(
-    table: Inner,
-    codes: Tensor,
-    norms: Tensor,
-    inner: Tensor | None,
-    constants: Tensor | None,
-    starts: Tensor | None = None,
-) -> None:
-    """Fills norms [N] of codes [N, M]; inner [K] and constants [1], or [L, K] and [L] with starts [L + 1] of lists."""
-    N, M = codes.shape
-    job = native.Norms(
-        gram=table.gram.data_ptr(),
-        scale=table.scale.data_ptr(),
-        bases=table.bases.data_ptr(),
-        inner=pointer(inner),
-        constants=pointer(constants),
-        starts=pointer(starts),
-        codes=codes.data_ptr(),
-        norms=norms.data_ptr(),
-        N=N,
-        T=len(table.gram),
-        M=M,
-        stride=codes.stride(0) if N > 1 else M,
-        wide=codes.dtype == torch.int16,
-    )
-    native.norms_cpu(job, torch.get_num_threads())
-
-
-def _dense_rows(codes: Tensor) -> Tensor:
-    """codes [N, L] of any integer dtype as uint8, or as the bits of uint16 in int16; rows may lie apart."""
-    if codes.dtype not in (torch.uint8, torch.int16):
-        codes = codes.to(torch.int16)
-    return codes if codes.stride(1) == 1 or codes.shape[1] == 1 else codes.contiguous()
 
 
 def _dense_floats(values: Tensor) -> Tensor:

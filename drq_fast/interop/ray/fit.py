@@ -105,10 +105,12 @@ class _Data(NamedTuple):
     N: int
 
     def each(self, method: str, *arguments: Any) -> list[Any]:
+        """See blocks.Calls."""
         calls = [worker.each.remote(method, *arguments) for worker in self.workers]
         return [result for part in ray.get(calls) for result in part]
 
     def total(self, method: str, *arguments: Any) -> Any:
+        """See blocks.Calls."""
         calls = [worker.nodes.remote(method, *arguments) for worker in self.workers]
         return sum_of({place: value for nodes in ray.get(calls) for place, value in nodes.items()})
 
