@@ -105,7 +105,7 @@ class Model:
         query, k = exact(self.dice, 4, self.index.dim), self.dice.randint(1, min(5, len(self.rows)))
         self.index.tune(query, k)
         for recall in {setting.recall for setting in self.index.tuning.settings if setting.recall > 0}:
-            setting = self.index.tuning.cheapest(recall, k, len(self.index))
+            setting = self.index.tuning.cheapest(recall, k)
             a = self.index.search(query, k, recall=recall)
             b = self.index.search(query, k, probes=setting.probes, refine=setting.refine)
             if int(b.ids.min()) >= 0:  # else the search by recall looks at all lists
