@@ -135,7 +135,7 @@ def test_names_follow_ids_when_images_are_removed_and_added(here, made, capsys):
     for i, name in zip(found["ids"][0][:left], found["found"][0][:left], strict=True):
         assert name == (str(i) if i == len(names) else names[i])
     assert set(found["found"][0][left:]) <= {"none"}
-    np.save(here / "ids.npy", np.arange(len(names))[::-1].copy())
+    np.save(here / "ids.npy", np.arange(len(names)) + len(names))
     command("index", here / "run", "--ids", here / "ids.npy", "--force")
     capsys.readouterr()
     command("search", here / "run", photo, "-k", 2)
