@@ -116,7 +116,7 @@ def read_array(op: str, path: str | os.PathLike[str], *, mmap: bool = False) -> 
     except OSError as error:
         raise _same_kind(error, f"{op}: {path} cannot be read: {error.strerror or error}.") from error
     except Exception as error:  # numpy raises many kinds of errors for damaged files
-        if "Object arrays" in str(error):
+        if "object" in str(error).lower():  # with mmap and without, numpy says it in other words
             raise FileError(f"{op}: {path} must hold numbers, got Python objects (dtype object).") from error
         raise FileError(f"{op}: {path} is not a complete .npy file of numbers.") from error
     if not isinstance(array, np.ndarray):
