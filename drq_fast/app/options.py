@@ -215,7 +215,7 @@ def _search(add: Any) -> None:
         "search vectors.drq queries.npy -k 5 --recall 0.95 --out found.npz\n  drq-fast search run photo.png",
         on="RUN|INDEX",
     )
-    text = "numbers [Q, D] in a .npy, an image, or a folder: all images in it and its subfolders (default: a trained run's)"
+    text = "numbers [Q, D] in a .npy, an image, or a folder with images, also in subfolders (default: a trained run's)"
     parser.add_argument("queries", nargs="?", metavar="FILE", help=text)
     _number(parser, "-k", 10, "results per query")
     _number(parser, "--bits", None, "use only the first bits of every code (default: all)")
