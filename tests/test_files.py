@@ -37,6 +37,12 @@ def saved(tmp_path):
     return index, tmp_path / "a.drq"
 
 
+@pytest.mark.parametrize("mmap", ["x", "r", 1, None])
+def test_mmap_is_true_or_false(saved, mmap):
+    with pytest.raises(TypeError, match=rf"^load: mmap must be True or False, got {mmap!r}\.$"):
+        Index.load(saved[1], mmap=mmap)
+
+
 @pytest.mark.parametrize("mmap", [False, True])
 def test_save_and_load(saved, mmap):
     index, path = saved

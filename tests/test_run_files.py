@@ -60,7 +60,7 @@ def test_an_unfinished_training_is_not_replaced_unasked(shell):
     Path("run/config.json").rename("config.json")
     before = shell.tree()
     for command in commands(shell):
-        assert "already; --force replaces it" in shell.refused(*command)
+        assert "run holds a run already; --force replaces its model" in shell.refused(*command)
         assert shell.tree() == before
     shell.ok("fit", "run", "x.npy", *shell.FIT, "--force")
     assert not Path("run/checkpoint.safetensors").exists()

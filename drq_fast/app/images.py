@@ -73,7 +73,10 @@ class ImageQueries:
 
 
 def _are_rows(index: Index, codes: Tensor) -> bool:
-    """Whether the ids of an index are row numbers of codes [N, levels], except for ids from N on, which were added."""
-    ids = index.ids
-    old = ids < len(codes)
-    return bool(old.any()) and torch.equal(index.codes[old], codes[ids[old]])
+    """Whether the ids of an index are row numbers of codes [N, levels], except for ids from N on, which were added.
+
+    Their order is compared too, because many items may have one code.
+    """
+    old = index.ids < len(codes)
+    rows = index.ids[old]
+    return len(rows) > 0 and bool((rows[1:] > rows[:-1]).all()) and torch.equal(index.codes[old], codes[rows])

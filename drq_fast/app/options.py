@@ -215,7 +215,7 @@ def _search(add: Any) -> None:
         "search vectors.drq queries.npy -k 5 --recall 0.95 --out found.npz\n  drq-fast search run photo.png",
         on="RUN|INDEX",
     )
-    text = "numbers [Q, D] in a .npy, an image, or a folder of images (default: the queries of a trained run)"
+    text = "numbers [Q, D] in a .npy, an image, or a folder with images, also in subfolders (default: a trained run's)"
     parser.add_argument("queries", nargs="?", metavar="FILE", help=text)
     _number(parser, "-k", 10, "results per query")
     _number(parser, "--bits", None, "use only the first bits of every code (default: all)")
@@ -284,7 +284,7 @@ def _train(add: Any) -> None:
         "train the paper's network on images or features with labels",
         "Trains in three stages and writes RUN/model.drq. After an interruption, the same command resumes from the\n"
         "last checkpoint. The data are CIFAR-10's folder, a folder with one folder of images per class, features in\n"
-        ".npz or .npy, or text files that list images.",
+        ".npz or .npy, or text files that list images. Images need pip install 'drq_fast[retrieval]'.",
         "train run --data cifar-10-batches-bin --protocol cifar10-2 --words words.txt",
     )
     parser.add_argument("--config", metavar="FILE.json", help="settings by name, in the format of RUN/config.json")
