@@ -83,6 +83,7 @@ def test_texts_are_found_and_longer_codes_find_more():
     assert "calendar.monthcalendar" in text.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_answers_over_http_are_those_of_one_index():
     pytest.importorskip("ray.serve", reason="ray[serve] is not installed")
     with socket.socket() as free:
