@@ -6,7 +6,7 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,11 +102,11 @@ class Block:
 
 
 def fit(
-    x: Tensor,
+    x: Tensor | Calls,
     codewords: int,
     levels: int,
     *,
-    codebooks: int = 1,
+    codebooks: int | Sequence[int] = 1,
     offset: bool = True,
     omega: Tensor | None = None,
     free_scale: bool = False,
@@ -118,31 +118,13 @@ def fit(
 ) -> Fitted:
     """Minimises sum_m omega[m] ||x - xhat_m||^2 for x [N, D] float32, N >= 1; returns the best codec of all rounds.
 
-    omega [M]: equal weights if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, or in
-    the last tenth with a beam), solves for scale and codebook, and adds noise that decreases to 0. With many rows, the
-    first rounds use the even and the odd ones in turn. Deterministic given `seed`; without one a seed is drawn from
-    torch's global generator. interruptible: on Ctrl-C it returns the best codec so far, if a round is complete.
+    x: a tensor, or blocks of rows wherever they are, each a Block; the same blocks give the same bits. omega [M]: equal
+    weights if None. free_scale: one factor per level, else w**m. Each round encodes x (greedily, or in the last tenth
+    with a beam), solves for scale and codebook, and adds noise that decreases to 0. With many rows, the first rounds
+    use the even and the odd ones in turn. Deterministic given `seed`; without one a seed is drawn from torch's global
+    generator. interruptible: on Ctrl-C it returns the best codec so far, if a round is complete.
     """
-    data = Blocks([Block(part, number, BLOCK) for number, part in enumerate(x.split(BLOCK))])
-    settings = offset, omega, free_scale, rounds, beam, noise, seed, interruptible
-    return fit_blocks(data, codewords, levels, codebooks, *settings)
-
-
-def fit_blocks(
-    data: Calls,
-    codewords: int,
-    levels: int,
-    codebooks: int = 1,
-    offset: bool = True,
-    omega: Tensor | None = None,
-    free_scale: bool = False,
-    rounds: int = ROUNDS,
-    beam: int = 16,
-    noise: float = NOISE,
-    seed: int | None = None,
-    interruptible: bool = True,
-) -> Fitted:
-    """`fit` to the vectors of all blocks, each a Block. The same blocks give the same bits, wherever they are."""
+    data = Blocks([Block(part, n, BLOCK) for n, part in enumerate(x.split(BLOCK))]) if isinstance(x, Tensor) else x
     generator = seeded(seed)
     mean = _moments(data)[1] if offset else None
     if mean is not None:

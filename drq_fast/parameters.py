@@ -112,7 +112,8 @@ class LayerParameters(nn.Module):
         L, rows, others = codes.shape[1], len(codec.codebook), len(self.codebook) - len(codec.codebook)
         averages = ema.Averages(self._mass[:rows], self._gain[:rows])
         change = ema.change(x, codes, residuals, codec, weights, averages, self._batches)
-        changes = {"codebook": nn.functional.pad(change.codebook, (0, 0, 0, others)), "offset": change.offset}
+        codebook = nn.functional.pad(change.codebook, (0, 0, 0, others)) if others else change.codebook
+        changes = {"codebook": codebook, "offset": change.offset}
         if self.w is not None and any(self.powers[:L]):
             changes["w"] = ema.shared_factor(codec.scale + change.scale, self.powers[:L]) - self.w
         elif self.w is not None:
@@ -124,9 +125,10 @@ class LayerParameters(nn.Module):
             if value is not None:
                 setattr(self, f"_{name}_change", value.to(self.codebook.dtype))
         most = torch.finfo(self._mass.dtype).max
-        kept = self._mass[rows:], self._gain[rows:]
-        new = (each.clamp_max(most).to(self._mass.dtype) for each in change.averages)
-        self._mass, self._gain = (torch.cat(both) for both in zip(new, kept, strict=True))
+        mass, gain = (each.clamp_max(most).to(self._mass.dtype) for each in change.averages)
+        if others:
+            mass, gain = torch.cat([mass, self._mass[rows:]]), torch.cat([gain, self._gain[rows:]])
+        self._mass, self._gain = mass, gain
         self._batches = self._batches + 1
 
     def forget(self) -> None:

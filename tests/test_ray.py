@@ -258,7 +258,7 @@ def test_a_killed_worker_loses_no_file_and_writes_no_row_twice(cluster, x, codec
 def test_a_fit_does_not_depend_on_the_number_of_workers(cluster, x, monkeypatch):
     dataset = ray.data.from_numpy(list(x.numpy().reshape(6, -1, DIM)))
     options = {"dim": DIM, "column": "data", "rounds": 40, "seed": 0, "block": 256}
-    one, two, four = (on_ray.fit(dataset, 16, 3, workers=workers, **options) for workers in (1, 2, 4))
+    one, two, four = (on_ray.fit(dataset, 16, 4, codebooks=2, workers=workers, **options) for workers in (1, 2, 4))
     assert torch.equal(one.codec.codebook, two.codec.codebook)
     assert torch.equal(one.codec.codebook, four.codec.codebook)
     assert one.codec == two.codec == four.codec
@@ -266,7 +266,7 @@ def test_a_fit_does_not_depend_on_the_number_of_workers(cluster, x, monkeypatch)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        layer = drq_fast.RecurrentQuantizer(DIM, 16, 3)
+        layer = drq_fast.RecurrentQuantizer(DIM, 16, 4, codebooks=2)
         errors = layer.fit(x, rounds=40, seed=0, sample=N)
     finally:
         torch.set_num_threads(threads)

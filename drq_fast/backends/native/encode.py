@@ -153,7 +153,6 @@ def _encode_by_groups(x: Tensor, codec: Parameters) -> Tensor:
     K, D = codec.codewords, codec.codebook.shape[1]
     codes = torch.empty(len(x), len(codec.scale), dtype=definition.code_dtype(K), device="cpu")
     step = max(256, _TILE // max(K, D))
-    codec.apart()  # before threads race for it
 
     def encode_group(h: Tensor, group: Parameters) -> Tensor:
         return encode(h, group, 1, None)

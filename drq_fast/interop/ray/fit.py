@@ -31,6 +31,7 @@ def fit(
     *,
     dim: int,
     column: str = "embedding",
+    codebooks: int | Sequence[int] = 1,
     workers: int = 1,
     threads: int = 1,
     rounds: int = fitting.ROUNDS,
@@ -57,18 +58,19 @@ def fit(
     if column not in names:
         checks.fail("fit", "column", f"one of {', '.join(names)}", repr(column))
     weights = checks.level_weights("fit", level_weights, levels) or functional.default_weights(levels)
+    checks.groups("fit", codebooks, levels)
     settings = {"num_cpus": threads, "scheduling_strategy": "SPREAD"} | options
     try:
         data = _loaded(dataset.select_columns([column]), dim, workers, threads, unit, block, settings)
         fitting.warn_of_few("fit", data.N, codewords)
         omega = torch.tensor(weights, dtype=torch.float32)
-        arguments = {"omega": omega, "rounds": rounds, "beam": beam, "seed": checks.seed("fit", seed)}
-        found = fitting.fit_blocks(data, codewords, levels, **arguments)  # type: ignore[arg-type]
+        options = {"codebooks": codebooks, "rounds": rounds, "beam": beam, "seed": checks.seed("fit", seed)}
+        found = fitting.fit(data, codewords, levels, omega=omega, **options)
     except ray.exceptions.RayActorError as error:
         raise RuntimeError(f"fit: a worker died ({type(error).__name__}); start again.") from error
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
-    return FittedCodec(Codec(found.codebook, found.scale, found.offset, unit=unit), found.errors)
+    return FittedCodec(Codec(found.codebook, found.scale, found.offset, codebooks=codebooks, unit=unit), found.errors)
 
 
 class _Worker:
