@@ -18,10 +18,10 @@ struct Levels {
   int64_t K, P, T, D, M, pitch;
 };
 
-// Some vectors and their products with the codewords of the codec.
+// Some vectors and their products with the codewords.
 struct Tile : Levels {
   const float* x;       // [N, D]
-  const float* scores;  // [N, T]  S = x C^T
+  const float* scores;  // [N, P]  S = x C^T
   int64_t N;
 };
 
@@ -34,6 +34,23 @@ struct Encode {
   bool wide;  // codes are int32
 };
 void encode_cpu(const Encode& job, int isa);
+
+// The paths of a beam where groups of levels have codewords of their own, one group after the other. Before the first
+// group each vector has one path without levels, and its residual is x.
+struct Beam {
+  Encode encode;        // its tile has the products [N, P] of the residuals with the codewords of this group
+  int64_t first, last;  // the levels of the group: from first to last - 1
+  int64_t* counts;      // [N]               paths
+  int64_t* shared;      // [N]               levels that all paths have in common, which are subtracted from the residual
+  float* squares;       // [N]               squared norms of the residuals
+  float* residuals;     // [N, D]
+  float* errors;        // [N, beam]         r of each path
+  float* costs;         // [N, beam]         the sum of omega[i] d_i^2
+  int32_t* codes;       // [N, beam, pitch]  paths, in the order of their codes; pitch: M, padded to a multiple of 16
+  int64_t pitch;
+};
+// Writes the codes after the last group.
+void beam_cpu(const Beam& job, int isa);
 
 // The errors after each level, or the approximations themselves, and their gradients, in steps with matrix products by
 // the caller in between:

@@ -131,6 +131,23 @@ class Tile:
 class Encode:
     def __init__(self, *, tile: Tile, omega: int, still_to_come: int, codes: int, beam: int, wide: bool) -> None: ...
 
+class Beam:
+    def __init__(
+        self,
+        *,
+        encode: Encode,
+        first: int,
+        last: int,
+        counts: int,
+        shared: int,
+        squares: int,
+        residuals: int,
+        errors: int,
+        costs: int,
+        codes: int,
+        pitch: int,
+    ) -> None: ...
+
 class Training:
     """Attributes are the members of the struct in csrc/levels.h; those that are not given are 0."""
     def __init__(
@@ -207,6 +224,7 @@ def block_sums(data: int, bytes: int, keys: int, sums: int, threads: int) -> Non
 def large_pages(memory: int, bytes: int) -> None: ...
 def supported_isas() -> list[str]: ...
 def encode_cpu(job: Encode, isa: str) -> None: ...
+def beam_cpu(job: Beam, isa: str) -> None: ...
 def assign_cpu(job: Training, isa: str) -> None: ...
 def evaluate_cpu(job: Training, isa: str) -> None: ...
 def mix_cpu(job: Training, isa: str) -> None: ...

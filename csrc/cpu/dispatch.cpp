@@ -13,6 +13,7 @@
 namespace drq {
 
 DRQ_DECLARE_COPIES(void, encode, const Encode& job)
+DRQ_DECLARE_COPIES(void, beam, const Beam& job)
 DRQ_DECLARE_COPIES(void, assign, const Training& job)
 DRQ_DECLARE_COPIES(void, evaluate, const Training& job)
 DRQ_DECLARE_COPIES(void, mix, const Training& job)
@@ -76,6 +77,7 @@ bool is_amd() {
 }
 
 void encode_cpu(const Encode& job, int isa) { DRQ_CHOOSE_COPY(encode, isa)(job); }
+void beam_cpu(const Beam& job, int isa) { DRQ_CHOOSE_COPY(beam, isa)(job); }
 void assign_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(assign, isa)(job); }
 void evaluate_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(evaluate, isa)(job); }
 void mix_cpu(const Training& job, int isa) { DRQ_CHOOSE_COPY(mix, isa)(job); }

@@ -90,42 +90,53 @@ struct Paths {
   Buffer<int32_t> codes;  // [beam, M]
 };
 
-// The keys of all paths extended by every codeword, and a limit that drops most of them.
+// All paths extended by every codeword. The error d^2[k] = r + (bias[k] - 2 s t[k]) of path b has the key paid + d^2 tail.
+// Only the smallest keys of groups of extensions are kept: they give a limit that drops nearly all the others.
 struct Extensions {
-  Extensions(int64_t beam, int64_t P) : rows(rows_for(beam)), keys(beam * P), least(rows * kWidth) {}
+  Extensions(const Encode& job)
+      : job(job), P(job.tile.P), least(2 * job.beam * kWidth), folded(2 * job.beam * kWidth) {}
 
-  static int64_t rows_for(int64_t beam) {
-    int64_t count = 4;
-    while (count * kWidth < 4 * beam) count *= 2;
-    return count;
+  void start(int64_t m) {
+    bias = job.tile.bias + m * P;
+    twice = 2 * job.tile.scale[m], tail = job.still_to_come[m];
+    paths = 0;
   }
 
-  // Computes the keys, and the smallest key of each of many groups.
-  void fill(const Encode& job, const Paths& now, int64_t paths, int64_t m) {
-    const Tile& tile = job.tile;
-    const Floats twice = Floats::all(2 * tile.scale[m]), tail = Floats::all(job.still_to_come[m]);
-    const float* bias = tile.bias + m * tile.P;
-    for (int64_t i = 0; i < rows * kWidth; ++i) least.data[i] = std::numeric_limits<float>::infinity();
-    int64_t row = 0;
-    for (int64_t b = 0; b < paths; ++b) {
-      const Floats r = Floats::all(now.errors.data[b]), paid = Floats::all(now.costs.data[b]);
-      const float* t = now.scores.data + b * tile.P;
-      for (int64_t k = 0; k < tile.P; k += kWidth) {
-        const Floats key = paid + (r + (Floats::load(bias + k) - twice * Floats::load(t + k))) * tail;
-        key.store(keys.data + b * tile.P + k);
-        float* sixteen = least.data + row * kWidth;
-        min(key, Floats::load(sixteen)).store(sixteen);  // NaN is ignored
-        row = (row + 1) & (rows - 1);
-      }
+  // Adds path `paths` of `now`. Its t[k] to t[k + 15] are scores_at(k), which are stored there.
+  template <class Scores>
+  void add(const Paths& now, Scores scores_at) {
+    const Floats r = Floats::all(now.errors.data[paths]), paid = Floats::all(now.costs.data[paths]);
+    float *t = now.scores.data + paths * P, *groups = least.data + 2 * paths * kWidth;
+    Floats even = Floats::all(std::numeric_limits<float>::infinity()), odd = even;
+    for (int64_t k = 0; k < P; k += 2 * kWidth) {
+      const Floats scores = scores_at(k);
+      scores.store(t + k);
+      even = min(error(r, k, scores), even);  // NaN is ignored
+      if (k + kWidth == P) break;
+      const Floats others = scores_at(k + kWidth);
+      others.store(t + k + kWidth);
+      odd = min(error(r, k + kWidth, others), odd);
     }
+    key(paid, even).store(groups);
+    key(paid, odd).store(groups + kWidth);
+    ++paths;
   }
 
   // A limit that at least `width` keys do not exceed, because the smallest keys of `width` groups do not; infinite if
-  // there are fewer keys. Bisection makes it nearly the smallest such limit.
+  // there are fewer groups. Bisection makes it nearly the smallest such limit.
   float limit(int64_t width) const {
-    Floats highest = Floats::load(least.data), lowest = highest;
+    const float* groups = least.data;
+    int64_t rows = 2 * paths;
+    while (rows % 2 == 0 && rows / 2 * kWidth >= 16 * width) {
+      rows /= 2;
+      for (int64_t i = 0; i < rows * kWidth; i += kWidth)
+        min(Floats::load(groups + i), Floats::load(groups + rows * kWidth + i)).store(folded.data + i);
+      groups = folded.data;
+    }
+    if (rows * kWidth < width) return std::numeric_limits<float>::infinity();
+    Floats highest = Floats::load(groups), lowest = highest;
     for (int64_t row = 1; row < rows; ++row) {
-      const Floats here = Floats::load(least.data + row * kWidth);
+      const Floats here = Floats::load(groups + row * kWidth);
       lowest = min(lowest, here);
       if (row * kWidth < width) highest = max(highest, here);
     }
@@ -135,7 +146,7 @@ struct Extensions {
       const float middle = 0.5f * low + 0.5f * high;
       int64_t count = 0;
       for (int64_t row = 0; row < rows; ++row)
-        count += __builtin_popcount(less_equal(Floats::load(least.data + row * kWidth), Floats::all(middle)));
+        count += __builtin_popcount(less_equal(Floats::load(groups + row * kWidth), Floats::all(middle)));
       const bool enough = count >= width;
       high = enough ? middle : high;
       low = enough ? low : middle;
@@ -143,54 +154,73 @@ struct Extensions {
     return high;
   }
 
-  // The place of the best extension alone, for the last level; stores no keys.
-  static int64_t single(const Encode& job, const Paths& now, int64_t paths, int64_t m) {
-    const Tile& tile = job.tile;
-    const Floats twice = Floats::all(2 * tile.scale[m]), tail = Floats::all(job.still_to_come[m]);
-    const float* bias = tile.bias + m * tile.P;
-    const auto keys_at = [&](int64_t b, int64_t k) {
-      const Floats r = Floats::all(now.errors.data[b]), paid = Floats::all(now.costs.data[b]);
-      const Floats t = Floats::load(now.scores.data + b * tile.P + k);
-      return paid + (r + (Floats::load(bias + k) - twice * t)) * tail;
-    };
+  // Offers the extensions of path b.
+  void offer(const Paths& now, int64_t b, Best& best) const {
+    const float* groups = least.data + 2 * b * kWidth;
+    if (!below(groups, best.limit) && !below(groups + kWidth, best.limit)) return;
+    const Floats r = Floats::all(now.errors.data[b]), paid = Floats::all(now.costs.data[b]);
+    const float* t = now.scores.data + b * P;
+    float errors[kWidth], keys[kWidth];
+    for (int64_t k = 0; k < P; k += kWidth) {
+      const Floats own = error(r, k, Floats::load(t + k)), order = key(paid, own);
+      unsigned bits = less_equal(order, Floats::all(best.limit));
+      if (bits == 0) continue;
+      own.store(errors), order.store(keys);
+      for (; bits; bits &= bits - 1) {
+        const int lane = __builtin_ctz(bits);
+        if (k + lane >= job.tile.K) return;  // padding
+        best.offer({keys[lane], errors[lane], b * P + k + lane});
+      }
+    }
+  }
+
+  // The place of the best extension alone, for the last level.
+  int64_t single(const Paths& now) const {
     float best = std::numeric_limits<float>::infinity();
     int64_t parent = 0;
     for (int64_t b = 0; b < paths; ++b) {
-      Floats lowest = Floats::all(best);
-      for (int64_t k = 0; k < tile.P; k += kWidth) lowest = min(keys_at(b, k), lowest);
-      if (equal(lowest, Floats::all(best)) == 0xFFFF) continue;  // none is below it
-      best = smallest(lowest);
-      parent = b;
+      const float* groups = least.data + 2 * b * kWidth;
+      const float own = smallest(min(Floats::load(groups), Floats::load(groups + kWidth)));
+      if (own < best) best = own, parent = b;
     }
-    for (int64_t k = 0; k < tile.P; k += kWidth)
-      if (const unsigned bits = equal(keys_at(parent, k), Floats::all(best))) {
+    const Floats r = Floats::all(now.errors.data[parent]), paid = Floats::all(now.costs.data[parent]);
+    const float* t = now.scores.data + parent * P;
+    for (int64_t k = 0; k < P; k += kWidth)
+      if (const unsigned bits = equal(key(paid, error(r, k, Floats::load(t + k))), Floats::all(best))) {
         const int64_t codeword = k + __builtin_ctz(bits);
-        return parent * tile.P + (codeword < tile.K ? codeword : 0);  // padding is found only if everything else is NaN
+        return parent * P + (codeword < job.tile.K ? codeword : 0);  // padding is found only if everything else is NaN
       }
     return 0;
   }
 
-  void offer(const Encode& job, const Paths& now, int64_t b, int64_t m, Best& best) const {
-    const Tile& tile = job.tile;
-    const float twice = 2 * tile.scale[m], *bias = tile.bias + m * tile.P, *t = now.scores.data + b * tile.P;
-    for (int64_t k = 0; k < tile.P; k += kWidth) {
-      const Floats key = Floats::load(keys.data + b * tile.P + k);
-      for (unsigned bits = less_equal(key, Floats::all(best.limit)); bits; bits &= bits - 1) {
-        const int64_t codeword = k + __builtin_ctz(bits);
-        if (codeword >= tile.K) return;  // padding
-        const float error = now.errors.data[b] + (bias[codeword] - twice * t[codeword]);
-        best.offer({keys.data[b * tile.P + codeword], error, b * tile.P + codeword});
-      }
-    }
-  }
+  const Encode& job;
+  const int64_t P;
+  int64_t paths = 0;
 
-  int64_t rows;         // a power of 2
-  Buffer<float> keys;   // [beam, P]
-  Buffer<float> least;  // [rows, 16], each of a group of keys
+ private:
+  Floats error(Floats r, int64_t k, Floats scores) const {
+    return r + (Floats::load(bias + k) - Floats::all(twice) * scores);
+  }
+  Floats key(Floats paid, Floats error) const { return paid + error * Floats::all(tail); }
+  static bool below(const float* groups, float limit) { return less_equal(Floats::load(groups), Floats::all(limit)); }
+
+  const float* bias = nullptr;
+  float twice = 0, tail = 0;
+  Buffer<float> least;   // [2 beam, 16]  each of a group of keys; two rows for every path
+  Buffer<float> folded;  // the same, of larger groups
 };
 
 void prefetch(const float* row, int64_t count) {
   for (int64_t i = 0; i < count; i += kWidth) __builtin_prefetch(row + i);
+}
+
+// The best `beam` extensions, in the order of their places.
+void choose(const Extensions& extensions, const Paths& now, Best& best) {
+  best.clear(extensions.job.beam, extensions.limit(extensions.job.beam));
+  for (int64_t b = 0; b < extensions.paths; ++b) extensions.offer(now, b, best);
+  best.cut();
+  // Only a vector that is not finite leaves nothing to choose from: it gets codeword 0, as in greedy encoding.
+  if (best.count == 0) best.offer({0, 0, 0});
 }
 
 void beamed(const Encode& job) {
@@ -198,161 +228,164 @@ void beamed(const Encode& job) {
   const int64_t P = tile.P, M = tile.M;
   Paths first(job.beam, P, M), second(job.beam, P, M);
   Buffer<float> residual(tile.D);
-  Extensions extensions(job.beam, P);
+  Extensions extensions(job);
   Best best(job.beam);
   for (int64_t n = 0; n < tile.N; ++n) {
     Paths *now = &first, *next = &second;
-    std::memcpy(now->scores.data, tile.scores + n * P, P * sizeof(float));
     now->errors.data[0] = now->bases.data[0] = squared_norm(tile, n);
     now->costs.data[0] = 0;
-    int64_t paths = 1;
+    extensions.start(0);
+    extensions.add(*now, [scores = tile.scores + n * P](int64_t k) { return Floats::load(scores + k); });
     for (int64_t m = 0; m + 1 < M; ++m) {
-      extensions.fill(job, *now, paths, m);
-      best.clear(job.beam, extensions.limit(job.beam));
-      for (int64_t b = 0; b < paths; ++b) extensions.offer(job, *now, b, m, best);
-      best.cut();
-      // Only a vector that is not finite leaves nothing to choose from: it gets codeword 0, as in greedy encoding.
-      if (best.count == 0) best.offer({0, 0, 0});
-      paths = best.count;
-      for (int64_t i = 0; i < paths; ++i) {
+      choose(extensions, *now, best);
+      extensions.start(m + 1);
+      const Floats factor = Floats::all(tile.scale[m]);
+      for (int64_t i = 0; i < best.count; ++i) {
         const Candidate& chosen = best.items.data[i];
-        const int64_t parent = chosen.place / P;
-        if (i + 1 < paths) prefetch(tile.gram + best.items.data[i + 1].place % P * tile.pitch, P);
-        const int32_t* path = now->continued(parent, chosen.place % P, m, M, *next, i);
+        const int64_t parent = chosen.place / P, codeword = chosen.place % P;
+        if (i + 1 < best.count) prefetch(tile.gram + best.items.data[i + 1].place % P * tile.pitch, P);
+        const int32_t* path = now->continued(parent, codeword, m, M, *next, i);
         next->costs.data[i] = now->costs.data[parent] + job.omega[m] * chosen.error;
         next->bases.data[i] = now->bases.data[parent];
-        next->errors.data[i] = advance(tile, n, path, m, chosen.error, now->scores.data + parent * P,
-                                       next->scores.data + i * P, next->bases.data[i], residual.data);
+        next->errors.data[i] = chosen.error;
+        float* t_next = next->scores.data + i * P;
+        if (chosen.error < next->bases.data[i] * kRebaseBelow) {
+          next->errors.data[i] = next->bases.data[i] = rebase(tile, n, path, m, t_next, residual.data);
+          extensions.add(*next, [=](int64_t k) { return Floats::load(t_next + k); });
+        } else {
+          const float *t = now->scores.data + parent * P, *row = tile.gram + codeword * tile.pitch;
+          extensions.add(*next, [=](int64_t k) { return Floats::load(t + k) - factor * Floats::load(row + k); });
+        }
       }
       std::swap(now, next);
     }
-    const int64_t place = extensions.single(job, *now, paths, M - 1);
+    const int64_t place = extensions.single(*now);
     write(job, n, now->continued(place / P, place % P, M - 1, M, *next, 0));
   }
 }
 
-// t_m of the paths of one vector, from the scores: t = S - sum_{i<m} s_i G[b_i]. Paths come in the order of their
-// codes, and what two neighbours have in common is computed once.
+// t_m of the paths of one vector: t = S - sum of s_i G[b_i] over the levels i that not all paths share. Paths come in
+// the order of their codes, and what two neighbours have in common is computed once.
 struct Tree {
   Tree(int64_t P, int64_t M) : sums(M * P), known(M) {}
 
-  void start(const Tile& tile, int64_t n, int64_t m) {
-    group = tile.bases[m];
-    root = tile.scores + n * tile.T + group;
-    depth = 0;
+  void start(const float* scores, int64_t rows_from, int64_t shared_levels) {
+    root = scores, group = rows_from, shared = depth = shared_levels;
   }
 
-  // Writes t [P].
-  void fill(const Tile& tile, const int32_t* path, int64_t m, float* t) {
-    if (m == 0) return static_cast<void>(std::memcpy(t, root, tile.P * sizeof(float)));
-    int64_t i = 0;
+  // What s_{m-1} G[b_{m-1}] is still to be subtracted from, for a path that is longer than the shared levels.
+  const float* before_last(const Tile& tile, const int32_t* path, int64_t m) {
+    int64_t i = shared;
     while (i < depth && known.data[i] == path[i]) ++i;
     for (; i + 1 < m; ++i) {
       subtract_level(tile, path, i, group, before(i, tile.P), sums.data + i * tile.P);
       known.data[i] = path[i];
     }
     depth = m - 1;
-    subtract_level(tile, path, m - 1, group, before(m - 1, tile.P), t);
+    return before(m - 1, tile.P);
   }
 
  private:
-  const float* before(int64_t i, int64_t P) const { return i == 0 ? root : sums.data + (i - 1) * P; }
+  const float* before(int64_t i, int64_t P) const { return i == shared ? root : sums.data + (i - 1) * P; }
 
-  int64_t group = 0;
-  const float* root = nullptr;  // S
-  Buffer<float> sums;           // [M, P]  after each level of the last path
-  Buffer<int32_t> known;        // [M]     that path
-  int64_t depth = 0;            // how many of its levels are known
+  const float* root = nullptr;   // S
+  int64_t group = 0, shared = 0;
+  Buffer<float> sums;            // [M, P]  after each level of the last path
+  Buffer<int32_t> known;         // [M]     that path
+  int64_t depth = 0;             // how many of its levels are known
 };
 
-// The paths of all vectors between two levels.
-struct Kept {
-  Kept(int64_t N, int64_t beam, int64_t M)
-      : beam(beam), M(M), counts(N), errors(N * beam), costs(N * beam), codes(N * beam * M) {}
-
-  void load(int64_t n, int64_t levels, Paths& paths) const {
-    std::memcpy(paths.errors.data, errors.data + n * beam, counts.data[n] * sizeof(float));
-    std::memcpy(paths.costs.data, costs.data + n * beam, counts.data[n] * sizeof(float));
-    for (int64_t b = 0; b < counts.data[n]; ++b)
-      copy_codes(codes.data + (n * beam + b) * M, levels, paths.codes.data + b * M);
-  }
-  void store(int64_t n, int64_t levels, const Paths& paths, int64_t count) {
-    counts.data[n] = count;
-    std::memcpy(errors.data + n * beam, paths.errors.data, count * sizeof(float));
-    std::memcpy(costs.data + n * beam, paths.costs.data, count * sizeof(float));
-    for (int64_t b = 0; b < count; ++b) copy_codes(paths.codes.data + b * M, levels, codes.data + (n * beam + b) * M);
-  }
-
-  const int64_t beam, M;
-  Buffer<int64_t> counts;       // [N]
-  Buffer<float> errors, costs;  // [N, beam]
-  Buffer<int32_t> codes;        // [N, beam, M]
-
- private:
-  static void copy_codes(const int32_t* from, int64_t levels, int32_t* to) {
-    std::memcpy(to, from, levels * sizeof(int32_t));
-  }
+// The paths of a vector between two levels of a Beam.
+struct Vector {
+  Vector(const Beam& job, int64_t n)
+      : count(job.counts[n]),
+        shared(job.shared[n]),
+        square(job.squares[n]),
+        residual(job.residuals + n * job.encode.tile.D),
+        errors(job.errors + n * job.encode.beam),
+        costs(job.costs + n * job.encode.beam),
+        codes(job.codes + n * job.encode.beam * job.pitch) {}
+  int64_t &count, &shared;
+  float &square, *residual, *errors, *costs;
+  int32_t* codes;
 };
 
-// A beam where levels have codewords of their own. All vectors pass a level before the next one, so that the part of G
-// that a level reads stays in cache.
-void beamed_by_levels(const Encode& job) {
-  const Tile& tile = job.tile;
-  const int64_t P = tile.P, M = tile.M;
-  Paths now(job.beam, P, M), next(job.beam, 0, M);
-  Buffer<float> residual(tile.D), norms(tile.N);
-  Extensions extensions(job.beam, P);
-  Tree tree(P, M);
-  Best best(job.beam);
-  Kept kept(tile.N, job.beam, M);
-  for (int64_t n = 0; n < tile.N; ++n) {
-    kept.counts.data[n] = 1;
-    norms.data[n] = kept.errors.data[n * job.beam] = squared_norm(tile, n);
-    kept.costs.data[n * job.beam] = 0;
+void copy_path(const int32_t* from, int64_t levels, int32_t* to) {  // rows are padded
+  for (int64_t m = 0; m < levels; m += kWidth) std::memcpy(to + m, from + m, kWidth * sizeof(int32_t));
+}
+
+// Subtracts the levels that all paths share from the residual.
+void share(const Beam& job, int64_t n) {
+  const Tile& tile = job.encode.tile;
+  Vector vector(job, n);
+  const int32_t *path = vector.codes, *last = path + (vector.count - 1) * job.pitch;
+  int64_t& m = vector.shared;
+  for (; m < job.last && path[m] == last[m]; ++m) {  // paths come in the order of their codes
+    const float *word = tile.codebook + (tile.bases[m] + path[m]) * tile.D, s = tile.scale[m];
+    for (int64_t d = 0; d < tile.D; ++d) vector.residual[d] -= s * word[d];
   }
-  for (int64_t m = 0; m < M; ++m)
-    for (int64_t n = 0; n < tile.N; ++n) {
-      const int64_t paths = kept.counts.data[n];
-      kept.load(n, m, now);
-      tree.start(tile, n, m);
-      for (int64_t b = 0; b < paths; ++b) {
-        const int32_t* path = now.codes.data + b * M;
-        float& error = now.errors.data[b];
-        if (m > 0 && error < norms.data[n] * kRebaseBelow)
-          error = rebase(tile, n, path, m - 1, now.scores.data + b * P, residual.data);
-        else
-          tree.fill(tile, path, m, now.scores.data + b * P);
-      }
-      if (m + 1 == M) {
-        const int64_t place = extensions.single(job, now, paths, m);
-        write(job, n, now.continued(place / P, place % P, m, M, next, 0));
-        continue;
-      }
-      extensions.fill(job, now, paths, m);
-      best.clear(job.beam, extensions.limit(job.beam));
-      for (int64_t b = 0; b < paths; ++b) extensions.offer(job, now, b, m, best);
-      best.cut();
-      if (best.count == 0) best.offer({0, 0, 0});  // as in beamed()
-      for (int64_t i = 0; i < best.count; ++i) {
-        const Candidate& chosen = best.items.data[i];
-        const int64_t parent = chosen.place / P;
-        now.continued(parent, chosen.place % P, m, M, next, i);
-        next.costs.data[i] = now.costs.data[parent] + job.omega[m] * chosen.error;
-        next.errors.data[i] = chosen.error;
-      }
-      kept.store(n, m + 1, next, best.count);
-    }
+  vector.square = dot(vector.residual, vector.residual, tile.D);
 }
 
 }  // namespace
 
-void encode(const Encode& job) {
-  if (job.beam == 1)
-    greedy(job);
-  else if (job.tile.T == job.tile.P)
-    beamed(job);
-  else
-    beamed_by_levels(job);
+void encode(const Encode& job) { job.beam == 1 ? greedy(job) : beamed(job); }
+
+// All vectors pass a level before the next one, so that the parts of G that a level reads stay in cache.
+void beam(const Beam& job) {
+  const Encode& encode = job.encode;
+  const Tile& tile = encode.tile;
+  const int64_t P = tile.P, beam = encode.beam, pitch = job.pitch;
+  Paths now(beam, P, pitch);
+  Buffer<float> residual(tile.D);
+  Extensions extensions(encode);
+  Tree tree(P, tile.M);
+  Best best(beam);
+  for (int64_t m = job.first; m < job.last; ++m) {
+    const Floats factor = Floats::all(m > 0 ? tile.scale[m - 1] : 0);
+    for (int64_t n = 0; n < tile.N; ++n) {
+      Vector vector(job, n);
+      std::memcpy(now.errors.data, vector.errors, vector.count * sizeof(float));
+      std::memcpy(now.costs.data, vector.costs, vector.count * sizeof(float));
+      std::memcpy(now.codes.data, vector.codes, vector.count * pitch * sizeof(int32_t));
+      const float* scores = tile.scores + n * P;
+      tree.start(scores, tile.bases[m], vector.shared);
+      extensions.start(m);
+      for (int64_t b = 0; b < vector.count; ++b) {
+        const int32_t* path = now.codes.data + b * pitch;
+        float *t = now.scores.data + b * P, &error = now.errors.data[b];
+        if (m == vector.shared) {
+          extensions.add(now, [=](int64_t k) { return Floats::load(scores + k); });
+        } else if (error < vector.square * kRebaseBelow) {
+          error = rebase(tile, n, path, m - 1, t, residual.data);
+          extensions.add(now, [=](int64_t k) { return Floats::load(t + k); });
+        } else {
+          const float *before = tree.before_last(tile, path, m), *row = gram_row(tile, path, m - 1, tile.bases[m]);
+          extensions.add(now, [=](int64_t k) { return Floats::load(before + k) - factor * Floats::load(row + k); });
+        }
+      }
+      if (m + 1 == tile.M) {
+        const int64_t place = extensions.single(now);
+        int32_t* path = now.codes.data + place / P * pitch;
+        path[m] = static_cast<int32_t>(place % P);
+        write(encode, n, path);
+        continue;
+      }
+      choose(extensions, now, best);
+      vector.count = best.count;
+      for (int64_t i = 0; i < best.count; ++i) {
+        const Candidate& chosen = best.items.data[i];
+        const int64_t parent = chosen.place / P;
+        int32_t* path = vector.codes + i * pitch;
+        copy_path(now.codes.data + parent * pitch, m, path);
+        path[m] = static_cast<int32_t>(chosen.place % P);
+        vector.costs[i] = now.costs.data[parent] + encode.omega[m] * chosen.error;
+        vector.errors[i] = chosen.error;
+      }
+    }
+  }
+  if (job.last < tile.M)
+    for (int64_t n = 0; n < tile.N; ++n) share(job, n);
 }
 
 }  // namespace DRQ_ISA

@@ -37,10 +37,16 @@ float squared_norm(const Tile& tile, int64_t n) { return dot(tile.x + n * tile.D
 // A squared residual below this fraction of the base (see advance) has lost too many bits to cancellation.
 constexpr float kRebaseBelow = 1.0f / 256;
 
+// G[path[m]] at the codewords from row `group` on.
+template <class Code>
+const float* gram_row(const Tile& tile, const Code* path, int64_t m, int64_t group) {
+  return tile.gram + (tile.bases[m] + path[m]) * tile.pitch + group;
+}
+
 // t_next = t - s_m G[path[m]], at the codewords from row `group` on.
 template <class Code>
 void subtract_level(const Tile& tile, const Code* path, int64_t m, int64_t group, const float* t, float* t_next) {
-  const float* row = tile.gram + (tile.bases[m] + path[m]) * tile.pitch + group;
+  const float* row = gram_row(tile, path, m, group);
   const Floats factor = Floats::all(tile.scale[m]);
   for (int64_t k = 0; k < tile.P; k += kWidth) (Floats::load(t + k) - factor * Floats::load(row + k)).store(t_next + k);
 }

@@ -144,6 +144,8 @@ def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Ten
             return _encode_by_groups(x, codec)
         if beam == 1 and by_products(len(x), len(codec.codebook), len(codec.scale)):
             return _encode_by_products(x, codec.table(Words), codec.offset)
+        if beam > 1 and not codec.shared:
+            return _encode_groups_by_beam(x, codec, beam, omega)
         return _encode(x, codec.table(Levels), codec.offset, beam, omega)
 
 
@@ -212,6 +214,74 @@ def _encode(x: Tensor, levels: Levels, offset: Tensor | None, beam: int, omega: 
                 wide=codes.dtype == torch.int32,
             )
             native.encode_cpu(job, isa)
+
+    in_threads(work, len(x))
+    return codes
+
+
+class _Paths:
+    """The paths of a beam for up to n vectors between two groups of levels: see csrc/levels.h."""
+
+    def __init__(self, n: int, beam: int, levels: Levels) -> None:
+        self.pitch = -(-levels.M // 16) * 16
+        self.counts, self.shared = torch.empty(2, n, dtype=torch.int64, device="cpu")
+        self.squares, self.residuals = floats(n), floats(n, levels.D)
+        self.errors, self.costs = floats(2, n, beam)
+        self.codes = torch.zeros(n, beam, self.pitch, dtype=torch.int32, device="cpu")
+
+    def start(self, x: Tensor) -> None:
+        """Gives each of the vectors x [n, D] one path without levels."""
+        n = len(x)
+        self.counts[:n], self.shared[:n], self.costs[:n] = 1, 0, 0
+        self.residuals[:n] = x
+        self.squares[:n] = self.errors[:n, 0] = x.square().sum(dim=1)
+
+    def beam(self, encode: _C.Encode, first: int, last: int) -> _C.Beam:
+        """The job of the levels from first to last - 1."""
+        return native.Beam(
+            encode=encode,
+            first=first,
+            last=last,
+            counts=pointer(self.counts),
+            shared=pointer(self.shared),
+            squares=pointer(self.squares),
+            residuals=pointer(self.residuals),
+            errors=pointer(self.errors),
+            costs=pointer(self.costs),
+            codes=pointer(self.codes),
+            pitch=self.pitch,
+        )
+
+
+def _encode_groups_by_beam(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Tensor:
+    """Codes by a beam where groups of levels have codewords of their own. Only levels that the paths of a vector do not
+    share need inner products of codewords: what the others leave over is multiplied with the next group."""
+    levels = codec.table(Levels)
+    K, P, D, M = levels.K, levels.P, levels.D, levels.M
+    omega = floats(M).fill_(1) if omega is None else omega.float()
+    still_to_come = definition.still_to_come(omega)
+    codes = torch.empty(len(x), M, dtype=definition.code_dtype(K), device="cpu")
+    isa, step = instruction_set(), max(64, _TILE // (P + D + beam * M))
+
+    def work(_: int, rows: slice) -> None:
+        most = min(step, rows.stop - rows.start)
+        paths, scratch = _Paths(most, beam, levels), floats(most, P)
+        for here in tiles(rows, step):
+            tile, last = centred(x[here], codec.offset), 0
+            paths.start(tile)
+            for group, size in enumerate(codec.sizes):
+                words = levels.codebook[group * P : (group + 1) * P]
+                scores = product(paths.residuals[: len(tile)], words.T, scratch[: len(tile)])
+                encode = native.Encode(
+                    tile=levels.tile(tile, scores),
+                    omega=pointer(omega),
+                    still_to_come=pointer(still_to_come),
+                    codes=pointer(codes[here]),
+                    beam=beam,
+                    wide=codes.dtype == torch.int32,
+                )
+                first, last = last, last + size
+                native.beam_cpu(paths.beam(encode, first, last), isa)
 
     in_threads(work, len(x))
     return codes
