@@ -150,14 +150,14 @@ void def_jobs(py::module_& module) {
                        bool wide) { return drq::Encode{tile, At{omega}, At{still_to_come}, At{codes}, beam, wide}; }),
            py::kw_only(), arg("tile"), arg("omega"), arg("still_to_come"), arg("codes"), arg("beam"), arg("wide"));
   py::class_<drq::Beam>(module, "Beam")
-      .def(py::init([](const drq::Encode& encode, int64_t first, int64_t last, Address counts, Address shared,
-                       Address squares, Address residuals, Address errors, Address costs, Address codes,
-                       int64_t pitch) {
-             return drq::Beam{encode,        first,      last,      At{counts}, At{shared}, At{squares},
-                              At{residuals}, At{errors}, At{costs}, At{codes},  pitch};
-           }),
-           py::kw_only(), arg("encode"), arg("first"), arg("last"), arg("counts"), arg("shared"), arg("squares"),
-           arg("residuals"), arg("errors"), arg("costs"), arg("codes"), arg("pitch"));
+      .def(
+          py::init([](const drq::Encode& encode, int64_t first, int64_t last, Address counts, Address shared,
+                      Address squares, Address residuals, Address errors, Address costs, Address codes, int64_t pitch) {
+            return drq::Beam{encode,        first,      last,      At{counts}, At{shared}, At{squares},
+                             At{residuals}, At{errors}, At{costs}, At{codes},  pitch};
+          }),
+          py::kw_only(), arg("encode"), arg("first"), arg("last"), arg("counts"), arg("shared"), arg("squares"),
+          arg("residuals"), arg("errors"), arg("costs"), arg("codes"), arg("pitch"));
 }
 
 void def_training(py::module_& module) {

@@ -41,12 +41,12 @@ struct Beam {
   Encode encode;        // its tile has the products [N, P] of the residuals with the codewords of this group
   int64_t first, last;  // the levels of the group: from first to last - 1
   int64_t* counts;      // [N]               paths
-  int64_t* shared;      // [N]               levels that all paths have in common, which are subtracted from the residual
-  float* squares;       // [N]               squared norms of the residuals
-  float* residuals;     // [N, D]
-  float* errors;        // [N, beam]         r of each path
-  float* costs;         // [N, beam]         the sum of omega[i] d_i^2
-  int32_t* codes;       // [N, beam, pitch]  paths, in the order of their codes; pitch: M, padded to a multiple of 16
+  int64_t* shared;   // [N]               levels that all paths have in common, which are subtracted from the residual
+  float* squares;    // [N]               squared norms of the residuals
+  float* residuals;  // [N, D]
+  float* errors;     // [N, beam]         r of each path
+  float* costs;      // [N, beam]         the sum of omega[i] d_i^2
+  int32_t* codes;    // [N, beam, pitch]  paths, in the order of their codes; pitch: M, padded to a multiple of 16
   int64_t pitch;
 };
 // Writes the codes after the last group.

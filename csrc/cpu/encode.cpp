@@ -90,8 +90,8 @@ struct Paths {
   Buffer<int32_t> codes;  // [beam, M]
 };
 
-// All paths extended by every codeword. The error d^2[k] = r + (bias[k] - 2 s t[k]) of path b has the key paid + d^2 tail.
-// Only the smallest keys of groups of extensions are kept: they give a limit that drops nearly all the others.
+// All paths extended by every codeword. The error d^2[k] = r + (bias[k] - 2 s t[k]) of path b has the key paid + d^2
+// tail. Only the smallest keys of groups of extensions are kept: they give a limit that drops nearly all the others.
 struct Extensions {
   Extensions(const Encode& job)
       : job(job), P(job.tile.P), least(2 * job.beam * kWidth), folded(2 * job.beam * kWidth) {}
@@ -288,11 +288,11 @@ struct Tree {
  private:
   const float* before(int64_t i, int64_t P) const { return i == shared ? root : sums.data + (i - 1) * P; }
 
-  const float* root = nullptr;   // S
+  const float* root = nullptr;  // S
   int64_t group = 0, shared = 0;
-  Buffer<float> sums;            // [M, P]  after each level of the last path
-  Buffer<int32_t> known;         // [M]     that path
-  int64_t depth = 0;             // how many of its levels are known
+  Buffer<float> sums;     // [M, P]  after each level of the last path
+  Buffer<int32_t> known;  // [M]     that path
+  int64_t depth = 0;      // how many of its levels are known
 };
 
 // The paths of a vector between two levels of a Beam.

@@ -63,7 +63,7 @@ struct Case {
     if (N > 0 && random.once_in(3)) std::copy_n(codebook.begin(), D, x.begin());  // level 0 approximates it exactly
     fill();
     if (N > 0 && random.once_in(20)) x[random.below(N * D)] = scores[random.below(N * P)] = odd_value(random);
-    wide = K > 256 || random.once_in(3), beam = random.one_of({1, 1, 2, 5});
+    wide = K > 256 || random.once_in(3), beam = random.one_of({1, 1, 2, 5, 20}), together = random.between(1, 3);
     gap = random.once_in(2), gamma = random.uniform() * 4;
     for (int64_t m = 0; m < M; ++m) omega.push_back(random.uniform() + 0.1f);
     still_to_come = omega;
@@ -95,14 +95,12 @@ struct Case {
   // Codewords of their own for all levels: those of level m are the shared ones, moved by m dimensions.
   void fill_apart() {
     T = M * P, pitch = T + 16;
-    own.resize(T * D), own_scores.resize(N * T), own_gram.resize((T - 1) * pitch + T), own_bias = bias;
+    own.resize(T * D), own_gram.resize((T - 1) * pitch + T), own_bias = bias;
     for (int64_t m = 0; m < M; ++m) {
       own_bases.push_back(m * P);
       for (int64_t k = 0; k < P; ++k)
         for (int64_t d = 0; d < D; ++d) own[(m * P + k) * D + d] = codebook[k * D + (d + m) % D];
     }
-    for (int64_t n = 0; n < N; ++n)
-      for (int64_t k = 0; k < T; ++k) own_scores[n * T + k] = dot(&x[n * D], &own[k * D], D);
     for (int64_t i = 0; i < T; ++i)
       for (int64_t k = 0; k < T; ++k) own_gram[i * pitch + k] = dot(&own[i * D], &own[k * D], D);
     for (int64_t m = 0; m < M; ++m)
@@ -112,7 +110,7 @@ struct Case {
 
   drq::Tile tile_apart() const {
     drq::Tile out = tile();
-    out.scores = own_scores.data(), out.codebook = own.data(), out.gram = own_gram.data(), out.diagonal = nullptr;
+    out.codebook = own.data(), out.gram = own_gram.data(), out.diagonal = nullptr;
     out.bias = own_bias.data(), out.bases = own_bases.data(), out.T = T, out.pitch = pitch;
     return out;
   }
@@ -130,7 +128,7 @@ struct Case {
   Result by(int isa) const {
     Result result;
     encode(isa, tile(), result);
-    if (beam > 1) encode(isa, tile_apart(), result);
+    if (beam > 1) beam_by_groups(isa, result);
     training(isa, result);
     squared(isa, result);
     return result;
@@ -138,6 +136,7 @@ struct Case {
 
   Random random;
   int64_t N, D, K, M, P, beam;
+  int64_t together;  // levels of a group that has codewords of its own
   int64_t T, pitch;  // rows of the codewords that levels have for themselves, and of their inner products
   bool wide, gap;
   int64_t of;      // what gradients are given of
@@ -148,20 +147,56 @@ struct Case {
   // Of squared errors: [K, D]; [D] or empty; [M], no powers of two, whose products would be exact.
   std::vector<float> unpadded, offset, factors;
   std::vector<int64_t> given;  // [N, M]  their codes
-  std::vector<float> own, own_scores, own_gram, own_bias;
+  std::vector<float> own, own_gram, own_bias;
   std::vector<int64_t> bases, own_bases;
 
  private:
-  void encode(int isa, const drq::Tile& tile, Result& result) const {
+  // Adds the codes that run(job) writes.
+  template <class Run>
+  void encoded(const drq::Tile& tile, Result& result, Run run) const {
     drq::Encode job{};
     job.tile = tile, job.omega = omega.data(), job.still_to_come = still_to_come.data();
     job.beam = beam, job.wide = wide;
     std::vector<uint8_t> codes8(wide ? 0 : N * M, 77);
     std::vector<int32_t> codes32(wide ? N * M : 0, 77);
     job.codes = wide ? static_cast<void*>(codes32.data()) : static_cast<void*>(codes8.data());
-    drq::encode_cpu(job, isa);
+    run(job);
     result.codes8.insert(result.codes8.end(), codes8.begin(), codes8.end());
     result.codes32.insert(result.codes32.end(), codes32.begin(), codes32.end());
+  }
+
+  void encode(int isa, const drq::Tile& tile, Result& result) const {
+    encoded(tile, result, [&](const drq::Encode& job) { drq::encode_cpu(job, isa); });
+  }
+
+  // The levels in groups of `together`, each of which multiplies the residuals with its first level's codewords; with
+  // more than one, the levels of a group take the same codewords.
+  void beam_by_groups(int isa, Result& result) const {
+    drq::Tile tile = tile_apart();
+    std::vector<int64_t> grouped = own_bases;
+    std::vector<float> grouped_bias = own_bias;
+    for (int64_t m = 0; m < M; ++m) {
+      const int64_t first = m / together * together;
+      grouped[m] = own_bases[first];
+      for (int64_t k = 0; k < K; ++k)
+        grouped_bias[m * P + k] = scale[m] * scale[m] * own_gram[(grouped[m] + k) * pitch + grouped[m] + k];
+    }
+    tile.bases = grouped.data(), tile.bias = grouped_bias.data();
+    std::vector<float> products(N * P), squares(N), residuals = x, errors(N * beam), costs(N * beam);
+    std::vector<int64_t> counts(N, 1), shared(N, 0);
+    std::vector<int32_t> paths(N * beam * 16, 77);
+    for (int64_t n = 0; n < N; ++n) squares[n] = errors[n * beam] = dot(&x[n * D], &x[n * D], D);
+    encoded(tile, result, [&](drq::Encode& job) {
+      for (int64_t first = 0; first < M; first += together) {
+        for (int64_t n = 0; n < N; ++n)
+          for (int64_t k = 0; k < P; ++k)
+            products[n * P + k] = dot(&residuals[n * D], &own[(grouped[first] + k) * D], D);
+        job.tile.scores = products.data();
+        drq::beam_cpu({job, first, std::min(M, first + together), counts.data(), shared.data(), squares.data(),
+                       residuals.data(), errors.data(), costs.data(), paths.data(), 16},
+                      isa);
+      }
+    });
   }
 
   void training(int isa, Result& result) const {
