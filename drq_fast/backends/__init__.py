@@ -176,8 +176,9 @@ def cannot_quantize(x: Tensor, codec: Parameters, gamma: float | Tensor = 1.0) -
 
 def cannot_encode(x: Tensor, codec: Parameters, beam: int) -> str | None:
     """Why the kernels of greedy codes or of a beam may not be used, if so. On the CPU only a beam needs K x K."""
-    greedy = beam == 1 and x.device.type == "cpu"
-    return (None if greedy else _too_many_codewords(codec)) or cannot_compile(codec, x)
+    on_cpu = x.device.type == "cpu"
+    too_many = _too_many_codewords(codec, extension.MAX_BEAM_CODEWORDS if on_cpu else extension.MAX_CODEWORDS)
+    return (None if beam == 1 and on_cpu else too_many) or cannot_compile(codec, x)
 
 
 def cannot_search(query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor | None) -> str | None:
@@ -194,10 +195,11 @@ def cannot_add_norms(codec: Parameters) -> str | None:
     return _too_many_codewords(codec) or cannot_differentiate(codec)
 
 
-def _too_many_codewords(codec: Parameters) -> str | None:
-    if len(codec.codebook) <= extension.MAX_CODEWORDS:
+def _too_many_codewords(codec: Parameters, most: int | None = None) -> str | None:
+    most = extension.MAX_CODEWORDS if most is None else most
+    if len(codec.codebook) <= most:
         return None
-    return f"it forms K x K inner products, and K is above {extension.MAX_CODEWORDS}"
+    return f"it forms the inner products of all codewords, and there are more than {most}"
 
 
 def choose_for_norms(device: str, codec: Parameters) -> ModuleType:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 PACKAGE = Path(__file__).parents[2]
 MAX_CODEWORDS = 8192  # up to which the kernels of the levels form inner products [K, K]
+MAX_BEAM_CODEWORDS = 16384  # up to which a beam on the CPU forms them: these are 1 GiB
 
 _import_error = ""
 try:
