@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 
+from patience import PATIENCE
+
 import drq_fast
 from drq_fast import fit as fitting
 
@@ -311,8 +313,11 @@ def test_twenty_million_codes_in_eight_shards(cluster, tmp_path):
         shard.save(tmp_path / f"{s}.drq")
         index.add_codes(codes)
     query = torch.randn(50, 32, generator=generator)
-    with on_ray.ShardedIndex(tmp_path) as sharded:
-        for at_once in (8, 2):
-            sharded.at_once = at_once
-            for k in (1, 100):
-                assert_same(sharded.search(query, k=k), index.search(query, k=k))
+    flags = torch.arange(8 * count) % 1000 == 7
+    with on_ray.ShardedIndex(tmp_path, timeout=PATIENCE) as sharded:
+        assert len(sharded) == 8 * count
+        for options in ({"k": 1}, {"k": 100}, {"k": 50, "levels": 2}, {"k": 10, "keep": flags}):  # levels=2: many ties
+            expected = index.search(query, **options)
+            for at_once in (8, 2):
+                sharded.at_once = at_once
+                assert_same(sharded.search(query, **options), expected)
