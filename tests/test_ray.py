@@ -27,7 +27,6 @@ pa = pytest.importorskip("pyarrow")
 pq = pytest.importorskip("pyarrow.parquet")
 
 from drq_fast.interop import ray as on_ray  # noqa: E402
-from drq_fast.interop.shard import check_alike  # noqa: E402
 
 N, DIM, STORE = 3000, 8, 100 << 20
 
@@ -75,9 +74,7 @@ def shards(cluster, tmp_path_factory):
 def load_again(sharded):
     """Other files are in the place of those that the actors had loaded."""
     ray.get([actor.__ray_call__.remote(lambda shard: setattr(shard, "_index", None)) for actor in sharded._actors])
-    sharded._shards = sharded._all("ShardedIndex", "describe")
-    check_alike(sharded.paths, sharded._shards)
-    sharded._check_ids()
+    sharded._describe()
 
 
 @settings(max_examples=40, deadline=None)
