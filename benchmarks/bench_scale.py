@@ -1,9 +1,9 @@
 """The constants of docs/scale.md, measured on this machine, and what they say about 1 and 100 billion vectors.
 
-    python benchmarks/bench_scale.py --json FILE --publish  # measures, and writes the tables to docs/scale.md
-    python benchmarks/bench_scale.py --read FILE --publish  # writes the tables of an earlier run
+    python benchmarks/bench_scale.py [--quick] [--json FILE]  # measures; needs drq_fast[ray] and an idle machine
+    python benchmarks/bench_scale.py --json FILE --publish    # writes the tables of FILE to docs/scale.md
+    make bench-scale                                          # does both
 
-Needs drq_fast[ray] and an idle machine of two cores or more; takes about five minutes (--quick: one, of rough figures).
 Public calls are timed, on clustered vectors and the codes of a codec that is fitted to them, with one thread per
 process, because a cost per core is wanted; `encode_threads` has two. The simulation starts a Ray cluster of two nodes
 on this machine, which searches all codes in shards.
@@ -272,22 +272,19 @@ def measure(quick: bool) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a tenth of the codes")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--read", type=Path, help="take the figures of this file, and measure nothing")
-    parser.add_argument("--publish", action="store_true", help="write the tables to docs/scale.md")
+    parser.add_argument("--json", type=Path, help="file to write, or to publish")
+    parser.add_argument("--publish", action="store_true")
     parser.add_argument("--rough", action="store_true", help="say that the machine was not idle")
     options = parser.parse_args()
-    if options.read is not None:
-        figures = json.loads(options.read.read_text())
-    else:
-        figures = measure(options.quick) | {"rough": options.rough}
-    if options.json is not None:
-        options.json.write_text(json.dumps(figures, indent=1) + "\n")
-    text = tables(figures)
     if options.publish:
         head, _, rest = PAGE.read_text().partition("<!-- bench: scale -->\n")
+        text = tables(json.loads(options.json.read_text()))
         PAGE.write_text(f"{head}<!-- bench: scale -->\n{text}\n{rest[rest.index('<!-- end -->') :]}")
-    print(text)
+        return
+    figures = measure(options.quick) | {"rough": options.rough}
+    if options.json is not None:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    print(tables(figures))
 
 
 if __name__ == "__main__":
