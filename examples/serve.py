@@ -96,7 +96,7 @@ def main() -> None:
         else:
             ray.init(address=options.address, log_to_driver=False)
         serve.start(http_options={"port": options.port})
-        with ShardedIndex(options.folder or folder) as sharded:  # its actors live as long as this handle of them
+        with ShardedIndex(options.folder or folder, timeout=300) as sharded:  # its actors end with it
             serve.run(Search.bind(sharded))
             if index is not None:
                 with ThreadPoolExecutor(32) as threads:

@@ -35,7 +35,7 @@ def test_sums_over_blocks_do_not_depend_on_who_computes_them(bounds):
 
 @pytest.mark.parametrize(("K", "codebooks"), [(8, 1), (8, 2), (8, [1, 3]), (600, 1)])
 def test_a_fit_does_not_depend_on_who_has_which_blocks(K, codebooks):
-    """Also with halves in early rounds, unused codewords (many rows are equal) and, for K = 600, with counts of pairs by block."""
+    """Also with halves in early rounds, unused codewords (many rows are equal) and, for K = 600, counts by block."""
     generator = torch.Generator().manual_seed(0)
     x = torch.cat([torch.randn(956, 6, generator=generator), torch.ones(94, 6)])
     parts = x.split(96)  # eleven blocks, of which the last is short

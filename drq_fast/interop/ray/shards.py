@@ -52,8 +52,8 @@ class ShardedIndex:
     able to read. All have the same codec, metric, lists and kind of vectors, and no id twice. A search returns the bits
     of one Index that has all vectors in the order of their ids; equal scores come in the order of ids. options: of the
     actors, as Ray takes them, such as num_cpus. at_once: how many shards are searched at the same time, all by default;
-    the others are given the k-th best score so far, by which they drop codes early. timeout: seconds to wait for a
-    shard.
+    the others are given the k-th best score so far, by which they drop codes early. timeout: seconds to wait for the
+    answers of shards; start_timeout: at first, when machines and processes may have to be started.
 
     Ray restarts an actor that dies, which maps its file again, and repeats the calls that it had not answered. A search
     raises ShardsMissing if a shard stays away; with allow_partial=True it returns the others' results and names it.
@@ -69,9 +69,10 @@ class ShardedIndex:
         options: dict[str, Any] | None = None,
         at_once: int | None = None,
         timeout: float = 60.0,
+        start_timeout: float = 600.0,
     ) -> None:
         self.paths = _files(paths)
-        self.timeout = timeout
+        self.timeout = start_timeout
         self.at_once = len(self.paths) if at_once is None else checks.integer("ShardedIndex", "at_once", at_once, 1)
         settings = {"max_restarts": -1, "max_task_retries": 3, "scheduling_strategy": "SPREAD"} | (options or {})
         actor = ray.remote(Shard).options(**settings)
@@ -81,6 +82,7 @@ class ShardedIndex:
         except BaseException:
             self.close()
             raise
+        self.timeout = timeout
 
     def __len__(self) -> int:
         return sum(shard.size for shard in self._shards)
