@@ -149,7 +149,7 @@ def test_a_shard_that_stays_away_is_named(cluster, x, tmp_path):
     paths = [tmp_path / f"{s}.drq" for s in range(2)]
     for s, path in enumerate(paths):
         saved(tmp_path / "all.index", x, torch.arange(s, N, 2), path)
-    with on_ray.ShardedIndex(paths, timeout=30) as sharded:
+    with on_ray.ShardedIndex(paths, timeout=PATIENCE) as sharded:
         paths[1].unlink()
         os.kill(process_of(sharded._actors[1]), signal.SIGKILL)
         with pytest.raises(on_ray.ShardsMissing, match=r"^search: no answer from .*1\.drq \(load: .*cannot be read"):
@@ -168,7 +168,7 @@ def test_changes_go_to_the_right_shard_and_survive_it(cluster, x, tmp_path):
     index.save(tmp_path / "all.index")
     for s in range(2):
         saved(tmp_path / "all.index", x, torch.arange(s, 90, 2)[s:], tmp_path / f"{s}.drq")
-    with on_ray.ShardedIndex(tmp_path) as sharded:
+    with on_ray.ShardedIndex(tmp_path, timeout=PATIENCE) as sharded:
         assert list(sharded.sizes.values()) == [45, 44]
         ids = sharded.add(x[90:95])
         assert ids.tolist() == [100, 101, 102, 103, 104]  # ids that were given once are not given again
