@@ -11,7 +11,6 @@ import torch
 from hypothesis import strategies as st
 
 import drq_fast
-from drq_fast.interop.shard import Shard
 
 SHARDS = 4
 
@@ -85,17 +84,14 @@ def made(case: Case, folder: Path) -> Made:
     index.save(folder / "all.index")
     paths = [folder / f"{s}.drq" for s in range(SHARDS)]
     for s, path in enumerate(paths):
-        shard = _shard(case, index, ids, owner == s, generator)
-        shard.save(path)
+        _shard(index, ids, owner == s, generator).save(path)
     query = x[: case.queries] + 0.1 * normal(min(case.N, case.queries), case.dim)
     return Made(index, paths, query, generator)
 
 
-def _shard(
-    case: Case, index: drq_fast.Index, ids: np.ndarray, own: np.ndarray, generator: np.random.Generator
-) -> drq_fast.Index:
+def _shard(index: drq_fast.Index, ids: np.ndarray, own: np.ndarray, generator: np.random.Generator) -> drq_fast.Index:
     """Some rows of an index with their codes, since encoding other batches may give other codes."""
-    if case.lists is None and case.vectors is None:
+    if index.lists is None and index.vectors is None:  # in any order
         shard = drq_fast.Index(index.codec, index.metric)
         order = generator.permutation(np.flatnonzero(np.isin(index.ids.numpy(), ids[own])))
         shard.add_codes(index.codes[order], ids=index.ids[order])
@@ -113,9 +109,7 @@ def random_search(case: Case, one: Made) -> dict[str, Any]:
         asked["levels"] = int(draw(1, case.levels + 1))
     if chance() < 0.5:
         some = one.generator.choice(one.index.ids.numpy(), len(one.index) // 3, replace=False)
-        asked["keep"] = (
-            some if case.own_ids else torch.zeros(case.N, dtype=torch.bool).index_fill_(0, torch.from_numpy(some), True)
-        )
+        asked["keep"] = some if case.own_ids else torch.from_numpy(np.isin(np.arange(case.N), some))
     if case.lists is not None and chance() < 0.5:
         asked["probes"] = int(draw(1, case.lists + 1))
     if case.vectors is not None and chance() < 0.5:
@@ -146,8 +140,3 @@ def assert_same(found: Any, index: drq_fast.Index, query: torch.Tensor, asked: d
 def _ties(index: drq_fast.Index, query: torch.Tensor, asked: dict[str, Any]) -> bool:
     scores = index.search(query, max(1, len(index)), asked.get("levels"), probes=index.lists).scores
     return bool((scores[:, 1:] == scores[:, :-1]).any())
-
-
-def one_shard(folder: Path) -> Shard:
-    """All rows as one shard, whose ties come in the order of ids, too."""
-    return Shard(str(folder / "all.index"))
