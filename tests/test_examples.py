@@ -94,6 +94,7 @@ def test_answers_over_http_are_those_of_one_index():
     own = os.environ | {
         "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one to the user's home
         "RAY_ADDRESS": "127.0.0.1:1",  # where nothing answers: the example starts a cluster of its own
+        "RAY_worker_niceness": "0",  # with Ray's 15, workers starve beside other processes
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PATIENCE),  # by default a slow proxy is killed after 5 seconds
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(PATIENCE),
     }

@@ -36,13 +36,15 @@ def cluster():
     from ray.cluster_utils import Cluster
 
     settings = {"num_cpus": 2, "object_store_memory": STORE}
-    made = Cluster(initialize_head=True, head_node_args={**settings, "include_dashboard": False})
-    made.add_node(**settings)
-    ray.init(address=made.address, log_to_driver=False)
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    yield made
-    ray.shutdown()
-    made.shutdown()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RAY_worker_niceness", "0")  # with Ray's 15, workers starve beside other processes
+        made = Cluster(initialize_head=True, head_node_args={**settings, "include_dashboard": False})
+        made.add_node(**settings)
+        ray.init(address=made.address, log_to_driver=False)
+        ray.data.DataContext.get_current().enable_progress_bars = False
+        yield made
+        ray.shutdown()
+        made.shutdown()
 
 
 @pytest.fixture(scope="module")
