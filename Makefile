@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export PYTHONDONTWRITEBYTECODE = 1
 NATIVE := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/native/*.*)
 
-.PHONY: demo test fuzz fuzz-parsers soak test-all lint format bench bench-quick bench-publish gpu-check wheel wheel-test cross clean
+.PHONY: demo test fuzz fuzz-parsers soak test-all lint format bench bench-quick bench-publish bench-scale gpu-check wheel wheel-test cross clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/digits.py
@@ -55,6 +55,11 @@ bench bench-quick: $(VENV)/bench
 bench-publish: $(VENV)/bench
 	$(BIN)/python benchmarks/report.py --publish
 	$(BIN)/python benchmarks/bench_tradeoff.py --json benchmarks/tradeoff.json --publish
+
+# The constants of docs/scale.md: about five minutes on an idle machine.
+bench-scale: $(VENV)/bench
+	$(BIN)/python benchmarks/bench_scale.py --json benchmarks/scale.json
+	$(BIN)/python benchmarks/bench_scale.py --json benchmarks/scale.json --publish
 
 # On a machine with an NVIDIA GPU: tests, then benchmarks, then one file to send back.
 gpu-check: $(VENV)/test $(VENV)/bench

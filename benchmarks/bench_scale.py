@@ -2,9 +2,11 @@
 
     python benchmarks/bench_scale.py [--quick] [--json FILE]  # measures; needs drq_fast[ray] and an idle machine
     python benchmarks/bench_scale.py --json FILE --publish    # writes the tables of FILE to docs/scale.md
+    make bench-scale                                          # does both
 
-All is measured with one thread per process, because a cost per core is wanted, except that `encode_threads` has two.
-The simulation starts a Ray cluster of two nodes on this machine and searches random codes in shards.
+Public calls are timed, on clustered vectors and the codes of a codec that is fitted to them, with one thread per
+process, because a cost per core is wanted; `encode_threads` has two. The simulation starts a Ray cluster of two nodes
+on this machine, which searches all codes in shards.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import pickle
 import statistics
 import tempfile
 import time
@@ -24,15 +27,21 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 import torch
+from bench_tradeoff import clustered
 from provenance import provenance
+from torch import Tensor
 
 import drq_fast
 from drq_fast import Codec, Index
-from drq_fast.fit import Block
+from drq_fast import fit as fitting
+from drq_fast.blocks import Blocks
 
 DIM, LEVELS, K = 128, 16, 256
-SHARDS = 8
+SHARDS = 32
+ROUNDS = 40  # of the fit that is timed
+LISTS, PROBES = 64, 8
 PAGE = Path(__file__).parents[1] / "docs" / "scale.md"
+Found = dict[str, float]
 
 
 def seconds(call: Callable[[], Any], repeats: int = 5) -> float:
@@ -46,151 +55,218 @@ def seconds(call: Callable[[], Any], repeats: int = 5) -> float:
     return statistics.median(times)
 
 
-def codec(levels: int = LEVELS) -> Codec:
-    generator = torch.Generator().manual_seed(0)
-    return Codec(torch.randn(K, DIM, generator=generator), 0.7 ** torch.arange(levels), None)
+def fitted(x: Tensor) -> tuple[Codec, Found]:
+    """A codec of x [N, D], and the vectors that a core fits in a second, times rounds."""
+    layer = drq_fast.RecurrentQuantizer(DIM, codewords=K, levels=LEVELS)
+    start = time.perf_counter()
+    layer.fit(x, rounds=ROUNDS, seed=0, sample=len(x))
+    return layer.codec(), {"fit_rounds": ROUNDS * len(x) / (time.perf_counter() - start)}
 
 
-def random_index(made: Codec, N: int, first: int = 0) -> Index:
-    """An index of random codes, without their vectors."""
-    index = Index(made)
-    generator = torch.Generator().manual_seed(first)
-    for start in range(0, N, 1 << 22):
-        codes = torch.randint(K, (min(1 << 22, N - start), made.levels), generator=generator, dtype=torch.uint8)
-        index.add_codes(codes, ids=torch.arange(first + start, first + start + len(codes)))
-    return index
+def many_codes(known: Tensor, N: int, seed: int = 0) -> Tensor:
+    """[N, M]: the first half of one of the known codes [n, M], and the second half of another."""
+    generator, half = torch.Generator().manual_seed(seed), known.shape[1] // 2
+    pick = lambda: torch.randint(len(known), (N,), generator=generator)  # noqa: E731
+    return torch.cat([known[pick(), :half], known[pick(), half:]], dim=1)
 
 
-def measured(N: int) -> dict[str, float]:
-    """Rates of one core, N codes being searched."""
-    made, query = codec(), torch.randn(256, DIM)
-    index = random_index(made, N, 1 << 33)  # ids of 8 bytes
+def measured(codec: Codec, x: Tensor, codes: Tensor) -> Found:
+    """Rates of one core for vectors x [n, D] and their codes, N codes [N, M] being searched."""
+    N, query = len(codes), x[:256] + 0.1
+    index = Index(codec)
+    index.add_codes(codes, ids=torch.arange(1 << 33, (1 << 33) + N))  # ids of 8 bytes
+    best = index.search(query, k=10).scores[:, -1]
     found = {
         "scan_one": N / seconds(lambda: index.search(query[0], k=10)),
-        "scan_batch": 256 * N / seconds(lambda: index.search(query, k=10), 3),
-        "bytes_per_code": (index.nbytes - sum(t.nbytes for t in made.tensors() if t is not None)) / N,
+        "scan_one_threshold": N / seconds(lambda: index.search(query[0], k=10, threshold=float(best[0]))),
+        "scan_batch": 256 * N / seconds(lambda: index.search(query, k=10), 2),
+        "bytes_per_code": (index.nbytes - sum(t.nbytes for t in codec.tensors() if t is not None)) / N,
     }
-    best = index.search(query, k=10).scores[:, -1]
-    found["scan_one_threshold"] = N / seconds(lambda: index.search(query[0], k=10, threshold=float(best[0])))
-    x = torch.randn(1 << 15, DIM)
+    lists = Index(codec, centroids=x[:LISTS])
+    lists.add(x)
+    looked_at = PROBES / LISTS * len(x)
+    found["scan_lists"] = looked_at / seconds(lambda: lists.search(query[0], k=10, probes=PROBES), 50)
     for beam in (1, 16):
-        found[f"encode_beam_{beam}"] = len(x) / seconds(lambda beam=beam: made.encode(x, beam), 3)
-    block = Block(x)
-    block.divide(False)
-    arguments = 0, made.codebook, made.scale, 1, tuple([1.0] * LEVELS)
-    found["fit_round"] = len(x) / seconds(lambda: block.statistics(*arguments), 3)
-    sums = block.statistics(*arguments)
-    tensors = [sums.energy, sums.inner, sums.cross, sums.sums, sums.used, *sums.pairs.values()]
-    found["fit_bytes"] = sum(t.nbytes for t in tensors if t is not None)
+        some = x[: 1 << 14]
+        found[f"encode_beam_{beam}"] = len(some) / seconds(lambda some=some, beam=beam: codec.encode(some, beam), 3)
+    found["fit_bytes"] = bytes_of_fit(x[: 1 << 13])
     for shards, queries, k in ((100, 1000, 100), (100, 1, 10), (1000, 1, 10)):
-        generator = np.random.default_rng(0)
-        results = [
-            (
-                np.sort(generator.random((queries, k), dtype=np.float32), axis=1),
-                generator.integers(0, 1 << 40, (queries, k)),
-            )
-            for _ in range(shards)
-        ]
+        results = random_results(shards, queries, k)
         found[f"merge_{shards}x{queries}x{k}"] = seconds(lambda results=results, k=k: drq_fast.merge(results, k))
     return found
 
 
-def on_cluster(N: int, rows: int) -> dict[str, float]:
-    """Shards of N random codes in all, and Parquet files of `rows` vectors in all, on a cluster of two nodes."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def random_results(shards: int, queries: int, k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Results of shards that have vectors at random."""
+    generator = np.random.default_rng(0)
+    shape = queries, k
+    return [
+        (np.sort(generator.random(shape, dtype=np.float32), axis=1), generator.integers(0, 1 << 40, shape))
+        for _ in range(shards)
+    ]
+
+
+def bytes_of_fit(x: Tensor) -> float:
+    """What a worker sends in a round of a fit, if its blocks fill one subtree."""
+
+    class Counted(Blocks):
+        sent = 0
+
+        def nodes(self, method: str, *arguments: Any) -> Any:
+            made = super().nodes(method, *arguments)
+            self.sent += len(pickle.dumps(made))
+            return made
+
+    counted = Counted([fitting.Block(x)])
+    fitting.fit(counted, K, LEVELS, rounds=4, seed=0)
+    return counted.sent / 5  # the last one is computed for its errors
+
+
+def on_cluster(codec: Codec, x: Tensor, codes: Tensor, rate: float) -> Found:
+    """Searches all codes in shards, and encodes files of x; rate: the vectors that a core encodes in a second."""
     import ray
     from ray.cluster_utils import Cluster
-
-    from drq_fast.interop.ray import ShardedIndex
 
     settings = {"num_cpus": 2, "object_store_memory": 200 << 20}
     cluster = Cluster(initialize_head=True, head_node_args={**settings, "include_dashboard": False})
     cluster.add_node(**settings)
     ray.init(address=cluster.address, log_to_driver=False)
-    made, query, found = codec(), torch.randn(256, DIM), dict[str, float]()
-    with tempfile.TemporaryDirectory() as folder:
-        for s in range(SHARDS):
-            random_index(made, N // SHARDS, s * (N // SHARDS)).save(f"{folder}/{s}.drq")
-            random_index(made, 100, s * 100).save(f"{folder}/{s}.small")
-        for at_once in (SHARDS, 2, 1):
-            with ShardedIndex(folder, at_once=at_once) as index:
-                found[f"search_one_at_once_{at_once}"] = seconds(lambda index=index: index.search(query[0], k=10), 20)
-                found[f"search_256_at_once_{at_once}"] = seconds(lambda index=index: index.search(query, k=10), 3)
-        with ShardedIndex([f"{folder}/{s}.small" for s in range(SHARDS)]) as index:
-            found[f"call_{SHARDS}_shards"] = seconds(lambda: index.search(query[0], k=10), 100)
-        with ShardedIndex([f"{folder}/0.small"]) as index:
-            found["call_1_shard"] = seconds(lambda: index.search(query[0], k=10), 100)
-        x = np.random.default_rng(0).standard_normal((rows // 16, DIM)).astype(np.float32)
-        vectors = pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), DIM)
-        sources = [f"{folder}/{i}.parquet" for i in range(16)]
-        for source in sources:
-            pq.write_table(pa.table({"embedding": vectors}), source)
-        for name in ("threads", "workers"):
-            times = [_encoding(made, sources[:count], Path(folder, f"{name}{count}"), name) for count in (4, 16)]
-            found[f"encode_{name}"] = 12 / 16 * rows / (times[1] - times[0])  # without the start of the workers
-    ray.shutdown()
-    cluster.shutdown()
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            return searching(codec, x[:256] + 0.1, codes, Path(folder)) | encoding(codec, x, rate, Path(folder))
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def searching(codec: Codec, query: Tensor, codes: Tensor, folder: Path) -> Found:
+    """Times of searches [256, D] of all codes in SHARDS shards; their results are those of one index."""
+    from drq_fast.interop.ray import ShardedIndex
+
+    found, one, first = Found(), Index(codec), 0
+    one.add_codes(codes)
+    for s, part in enumerate(codes.chunk(SHARDS)):
+        shard = Index(codec)
+        shard.add_codes(part, ids=range(first, first + len(part)))
+        shard.save(folder / f"{s}.drq")
+        first += len(part)
+    with ShardedIndex(folder, timeout=600) as index:
+        expected, result = one.search(query, k=10), index.search(query, k=10)
+        assert torch.equal(result.ids, expected.ids)
+        assert torch.equal(result.scores, expected.scores)
+        for at_once in (SHARDS, 2):
+            index.at_once = at_once
+            found[f"search_one_at_once_{at_once}"] = seconds(lambda: index.search(query[0], k=10), 20)
+            found[f"search_256_at_once_{at_once}"] = seconds(lambda: index.search(query, k=10), 2)
+        index.at_once = SHARDS
+        found[f"call_{SHARDS}_shards"] = seconds(lambda: index.search(query[:0], k=10), 100)
+    with ShardedIndex(folder / "0.drq") as index:
+        found["call_1_shard"] = seconds(lambda: index.search(query[:0], k=10), 100)
     return found
 
 
-def _encoding(made: Codec, sources: list[str], out: Path, by: str) -> float:
-    """The seconds in which two threads of this process, or two workers of a cluster, encode files."""
+def encoding(codec: Codec, x: Tensor, rate: float, folder: Path) -> Found:
+    """Vectors per second, beam 16, of two threads of a process and of two workers of one core, without their start."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    rows = min(len(x), int(2 * rate))  # of a file, which takes two cores a second
+    vectors = pa.FixedSizeListArray.from_arrays(pa.array(x[:rows].flatten().numpy()), DIM)
+    sources = [f"{folder}/{i}.parquet" for i in range(24)]
+    for source in sources:
+        pq.write_table(pa.table({"embedding": vectors}), source)
+    found = Found()
+    for by in (by_threads, by_workers):
+        times = []
+        for count in (4, 24):
+            out = Path(folder, f"{by.__name__}{count}")
+            out.mkdir()
+            start = time.perf_counter()
+            assert by(codec, sources[:count], out) == count * rows
+            times.append(time.perf_counter() - start)
+        found[by.__name__.replace("by", "encode")] = 20 * rows / (times[1] - times[0])
+    return found
+
+
+def by_threads(codec: Codec, sources: list[str], out: Path) -> int:
+    """Encodes files with two threads of this process."""
     from drq_fast.interop import parquet
+
+    torch.set_num_threads(2)
+    try:
+        return parquet.encode_files(codec, parquet.tasks(codec, sources, out, beam=16))
+    finally:
+        torch.set_num_threads(1)
+
+
+def by_workers(codec: Codec, sources: list[str], out: Path) -> int:
+    """Encodes files with two workers of the cluster."""
     from drq_fast.interop.ray import encode_files
 
-    out.mkdir()
-    start = time.perf_counter()
-    if by == "workers":
-        encode_files(made, sources, out, beam=16, workers=2)
-    else:
-        torch.set_num_threads(2)
-        parquet.encode_files(made, parquet.tasks(made, sources, out, beam=16))
-        torch.set_num_threads(1)
-    return time.perf_counter() - start
+    return encode_files(codec, sources, out, beam=16, workers=2)
 
 
-def model(found: dict[str, float], N: float, codes_per_shard: float = 2e8, cores: int = 32) -> list[tuple[str, str]]:
+def model(found: Found, N: float, per_shard: float = 2e8, cores: int = 32) -> list[tuple[str, str]]:
     """What N vectors of DIM dimensions in LEVELS bytes need, by the measured constants; machines of so many cores."""
-    bytes_per_code = found["bytes_per_code"]
-    shards = math.ceil(N / codes_per_shard)
-    per_query = shards * 10 * (4 + 8)
-    probed = 1 / 64
+    shards, size = math.ceil(N / per_shard), found["bytes_per_code"]
+    call = (found[f"call_{SHARDS}_shards"] - found["call_1_shard"]) / (SHARDS - 1)  # of one more shard
+    merge = found["merge_1000x1x10"] * max(1, shards / 1000)
     return [
         ("shards of 200 million", f"{shards:,}"),
-        ("memory, codes and ids", f"{N * bytes_per_code / 1e12:,.2f} TB"),
-        ("memory of a shard", f"{codes_per_shard * bytes_per_code / 1e9:,.1f} GB"),
+        ("memory, codes and ids", f"{N * size / 1e12:,.2f} TB"),
+        ("memory of a shard", f"{per_shard * size / 1e9:,.1f} GB"),
         ("full scan of one query, core-seconds", f"{N / found['scan_one']:,.2f}"),
         ("full scan in batches of 256, core-seconds per query", f"{N / found['scan_batch']:,.3f}"),
-        (
-            f"latency of a full scan, {cores} cores per shard",
-            f"{codes_per_shard / found['scan_one'] / cores * 1e3:,.1f} ms",
-        ),
-        ("lists, 1/64 of the codes, core-seconds per query", f"{probed * N / found['scan_one']:,.3f}"),
+        (f"latency of a full scan, {cores} cores per shard", f"{per_shard / found['scan_one'] / cores * 1e3:,.1f} ms"),
+        ("lists, 1/64 of the codes, core-seconds per query", f"{N / 64 / found['scan_lists']:,.3f}"),
         ("sent per query and shard: query, k 10", f"{DIM * 4} + {10 * 12} bytes"),
-        ("received per query by the merging process, k 10", f"{per_query / 1e3:,.1f} kB"),
+        ("sent per query by all shards, k 10", f"{shards * 10 * 12 / 1e3:,.1f} kB"),
+        ("calls of all shards for one search, by the process that merges", f"{1e3 * call * shards:,.1f} ms"),
+        ("merge of the results of one query, at most", f"{1e3 * merge:,.2f} ms"),
         ("encode, beam 16, core-hours", f"{N / found['encode_beam_16'] / 3600:,.0f}"),
         ("encode, beam 1, core-hours", f"{N / found['encode_beam_1'] / 3600:,.0f}"),
-        ("fit to 1 in 100, 120 rounds, core-hours", f"{120 * 0.7 * N / 100 / found['fit_round'] / 3600:,.1f}"),
-        ("sums of a worker and a round of the fit", f"{found['fit_bytes'] / 1e6:,.1f} MB"),
+        ("fit to 1 in 100, 120 rounds, core-hours", f"{120 * N / 100 / found['fit_rounds'] / 3600:,.1f}"),
+        ("memory of a fit to 1 in 100, twice the vectors", f"{2 * N / 100 * DIM * 4 / 1e9:,.0f} GB"),
+        ("sent by a worker in a round of the fit", f"{found['fit_bytes'] / 1e6:,.1f} MB"),
     ]
+
+
+UNITS = {
+    "scan": "codes/s",
+    "encode": "vectors/s",
+    "fit_rounds": "vectors/s, times rounds",
+    "fit": "bytes",
+    "bytes": "bytes",
+}
 
 
 def tables(figures: dict[str, Any]) -> str:
     """Markdown."""
-    found, units = figures["found"], {"scan": "codes/s", "encode": "vectors/s", "fit_round": "vectors/s"}
-    lines = ["| constant | measured |", "| --- | --- |"]
+    found, lines = figures["found"], ["| constant | measured |", "| --- | --- |"]
     for name, value in found.items():
-        unit = next((unit for start, unit in units.items() if name.startswith(start)), "s")
-        unit = "bytes" if "bytes" in name else unit
+        unit = next((unit for start, unit in UNITS.items() if name.startswith(start)), "s")
         lines.append(f"| `{name}` | {value:,.0f} {unit} |" if value >= 100 else f"| `{name}` | {value:.3g} {unit} |")
+    share = found["encode_workers"] / found["encode_threads"]
+    lines += ["", f"Two workers of one core each encode {share:.0%} of what one process with two threads does."]
     lines += ["", "| | 1 billion | 100 billion |", "| --- | --- | --- |"]
     for (what, small), (_, large) in zip(model(found, 1e9), model(found, 1e11), strict=True):
         lines.append(f"| {what} | {small} | {large} |")
     facts = figures["provenance"]
-    lines += ["", f"{facts['processor']}, {figures['codes']:,} codes, drq_fast {facts['versions']['drq_fast']}, "]
-    lines[-1] += f"commit {str(facts['commit'])[:9]}, {facts['date'][:10]}{', under load' if figures['rough'] else ''}."
+    taken = f"{figures['codes']:,} codes in {SHARDS} shards, drq_fast {facts['versions']['drq_fast']}"
+    rough = ", under load" if figures["rough"] else ""
+    lines += ["", f"{facts['processor']}, {taken}, commit {str(facts['commit'])[:9]}, {facts['date'][:10]}{rough}."]
     return "\n".join(lines)
+
+
+def measure(quick: bool) -> dict[str, Any]:
+    """All figures."""
+    N = 2_000_000 if quick else 20_000_000
+    x = clustered(1 << 15 if quick else 1 << 16, DIM)
+    codec, found = fitted(x)
+    codes = many_codes(codec.encode(x), N)
+    found |= measured(codec, x, codes)
+    found |= on_cluster(codec, x, codes, found["encode_beam_16"] / (10 if quick else 1))
+    return {"codes": N, "found": found, "provenance": provenance()}
 
 
 def main() -> None:
@@ -205,9 +281,7 @@ def main() -> None:
         text = tables(json.loads(options.json.read_text()))
         PAGE.write_text(f"{head}<!-- bench: scale -->\n{text}\n{rest[rest.index('<!-- end -->') :]}")
         return
-    N = 2_000_000 if options.quick else 20_000_000
-    found = measured(N) | on_cluster(N, 1 << 16 if options.quick else 1 << 19)
-    figures = {"codes": N, "rough": options.rough, "found": found, "provenance": provenance()}
+    figures = measure(options.quick) | {"rough": options.rough}
     if options.json is not None:
         options.json.write_text(json.dumps(figures, indent=1) + "\n")
     print(tables(figures))

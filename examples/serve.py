@@ -1,12 +1,12 @@
 """Search over HTTP with Ray Serve: JSON in, JSON out, two replicas, one index in shards.
 
-    python examples/serve.py [FOLDER_OF_SHARDS] [--port 8000] [--stay]
+    python examples/serve.py [FOLDER_OF_SHARDS] [--port 8000] [--address RAY_CLUSTER] [--stay]
     curl localhost:8000 -d '{"query": [0.1, ...], "k": 5}'
 
 Needs `pip install 'drq_fast[ray]' 'ray[serve]'`.
 
-Queries that arrive together are answered by one search. Without a folder it makes shards of random vectors, sends a few
-requests at once, compares the answers with those of one index, and ends.
+Queries that arrive together are answered by one search. Without a folder it makes shards of random vectors, sends a
+hundred requests at once, compares the answers with those of one index, and ends.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import tempfile
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,18 @@ class Search:
 def ask(port: int, query: list[float], k: int) -> dict[str, Any]:
     """The answer to one query."""
     body = json.dumps({"query": query, "k": k}).encode()
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/", body, timeout=60) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/", body, timeout=300) as answer:
         return json.loads(answer.read())
+
+
+def make_shards(x: torch.Tensor, folder: str) -> drq_fast.Index:
+    """An index of x [N, D], and two shards of it in the folder."""
+    index = drq_fast.Index.build(x, bits=32, lists=None, tune=False)
+    for s in range(2):
+        shard = drq_fast.Index(index.codec)
+        shard.add_codes(index.codes[s::2], ids=index.ids[s::2])
+        shard.save(Path(folder, f"{s}.drq"))
+    return index
 
 
 def main() -> None:
@@ -74,30 +85,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", help="*.drq files of one codec (default: of random vectors)")
     parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--address", help="of a Ray cluster (default: start one on this machine)")
     parser.add_argument("--stay", action="store_true", help="serve until Ctrl-C")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder, x = options.folder or temporary, torch.randn(2000, 16)
-        if options.folder is None:
-            index = drq_fast.Index.build(x, bits=32, lists=None, tune=False)
-            for s in range(2):
-                shard = drq_fast.Index(index.codec)
-                shard.add_codes(index.codes[s::2], ids=index.ids[s::2])
-                shard.save(Path(folder, f"{s}.drq"))
-        if not ray.is_initialized():
-            ray.init(log_to_driver=False)
+    with tempfile.TemporaryDirectory() as folder, suppress(KeyboardInterrupt):
+        x = torch.randn(2000, 16)
+        index = make_shards(x, folder) if options.folder is None else None
+        if options.address is None:
+            ray.init(address="local", include_dashboard=False, log_to_driver=False)
+        else:
+            ray.init(address=options.address, log_to_driver=False)
         serve.start(http_options={"port": options.port})
-        serve.run(Search.bind(ShardedIndex(folder)))
-        if options.folder is None:
-            with ThreadPoolExecutor(32) as threads:
-                answers = list(threads.map(lambda q: ask(options.port, q, 5), x[:100].tolist()))
-            expected = index.search(x[:100], k=5).ids.tolist()
-            assert [answer["ids"] for answer in answers] == expected
-            print(f"{len(answers)} answers, all as of one index; the first: {answers[0]}")
-        while options.stay:
-            time.sleep(1)
-        serve.shutdown()
-        ray.shutdown()
+        with ShardedIndex(options.folder or folder, timeout=300) as sharded:  # its actors end with it
+            serve.run(Search.bind(sharded))
+            if index is not None:
+                with ThreadPoolExecutor(32) as threads:
+                    answers = list(threads.map(lambda q: ask(options.port, q, 5), x[:100].tolist()))
+                assert [answer["ids"] for answer in answers] == index.search(x[:100], k=5).ids.tolist()
+                print(f"{len(answers)} answers, all as of one index; the first: {answers[0]}", flush=True)
+            while options.stay:
+                time.sleep(1)
+            serve.shutdown()
+    ray.shutdown()
 
 
 if __name__ == "__main__":

@@ -344,3 +344,52 @@ def test_recall_against_speed_keeps_what_is_worth_it() -> None:
     x = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
     exact = torch.cdist(x[:5].double(), x.double()).topk(10, largest=False).indices
     assert torch.equal(tradeoff.nearest(x[:5], x), exact)
+
+
+CONSTANTS = {
+    "scan_one": 1e8,
+    "scan_batch": 1e9,
+    "scan_lists": 5e7,
+    "bytes_per_code": 24.0,
+    "encode_beam_1": 1e5,
+    "encode_beam_16": 1e4,
+    "encode_threads": 2e4,
+    "encode_workers": 1.8e4,
+    "fit_rounds": 1e6,
+    "fit_bytes": 3e6,
+    "merge_1000x1x10": 1e-3,
+    "call_1_shard": 1e-3,
+    "call_32_shards": 32e-3,
+}
+
+
+def test_what_a_billion_vectors_need_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which the file sets
+    scale = load("bench_scale")
+    small, large = (dict(scale.model(CONSTANTS, N)) for N in (1e9, 1e11))
+    assert large["shards of 200 million"] == "500"
+    assert small["memory, codes and ids"] == "0.02 TB"
+    assert large["memory of a shard"] == "4.8 GB"
+    assert small["full scan of one query, core-seconds"] == "10.00"
+    assert large["lists, 1/64 of the codes, core-seconds per query"] == "31.250"
+    assert large["sent per query by all shards, k 10"] == "60.0 kB"
+    assert large["calls of all shards for one search, by the process that merges"] == "500.0 ms"
+    assert large["encode, beam 16, core-hours"] == "2,778"
+    assert small["fit to 1 in 100, 120 rounds, core-hours"] == "0.3"
+    facts = {"processor": "Some", "versions": {"drq_fast": "1"}, "commit": "0123456789", "date": "2000-01-01T00:00"}
+    text = scale.tables({"found": CONSTANTS, "provenance": facts, "codes": 1000, "rough": True})
+    assert "encode 90% of what one process with two threads does." in text
+    assert text.endswith("Some, 1,000 codes in 32 shards, drq_fast 1, commit 012345678, 2000-01-01, under load.")
+
+
+@pytest.mark.slow
+def test_constants_of_scale_can_be_measured(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    script, file = BENCHMARKS / "bench_scale.py", tmp_path / "scale.json"
+    command = [sys.executable, str(script), "--quick", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())["found"]
+    assert set(CONSTANTS) <= set(found)
+    assert all(value > 0 for value in found.values())

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from patience import PATIENCE
 from torch import nn
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -90,8 +91,17 @@ def test_answers_over_http_are_those_of_one_index():
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, str(EXAMPLES / "serve.py"), "--port", str(port)]
-    own = os.environ | {"RAY_AUTH_TOKEN": secrets.token_hex(32)}  # else Ray writes one to the user's home
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, env=own)
+    own = os.environ | {
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one to the user's home
+        "RAY_ADDRESS": "127.0.0.1:1",  # where nothing answers: the example starts a cluster of its own
+        "RAY_worker_niceness": "0",  # with Ray's 15, workers starve beside other processes
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(PATIENCE),  # by default a slow proxy is killed after 5 seconds
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(PATIENCE),
+    }
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=PATIENCE, env=own)
+    if re.search("node timed out during startup|proxies not available after", done.stderr, re.IGNORECASE):
+        pytest.skip("Ray did not start within its own 30 or 60 seconds")
+    assert done.returncode == 0, done.stderr
     assert "100 answers, all as of one index" in done.stdout
 
 

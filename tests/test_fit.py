@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import itertools
 import os
 import pty
 import struct
@@ -17,7 +16,7 @@ import torch
 
 from drq_fast import RecurrentQuantizer, fit, functional, refit
 from drq_fast.backends.types import Parameters
-from drq_fast.blocks import Blocks, sum_of
+from drq_fast.blocks import Blocks
 from drq_fast.functional import default_weights
 
 F64 = torch.float64
@@ -455,15 +454,6 @@ def test_weights_of_levels_balance_short_codes_and_long_ones():
     alone, equal, weighted = errors(2), errors(6), errors(6, [8.0, 8.0, 1.0, 1.0, 1.0, 1.0])
     assert alone[1] < weighted[1] < equal[1]
     assert equal[5] < weighted[5]
-
-
-@pytest.mark.parametrize("bounds", [[0, 7], [0, 4, 7], [0, 1, 3, 7], [0, 3, 6, 7]])
-def test_sums_over_blocks_do_not_depend_on_who_computes_them(bounds):
-    values = [torch.randn(50, generator=torch.Generator().manual_seed(i)) * 10.0**i for i in range(7)]
-    workers = [Blocks(values[a:b], a) for a, b in itertools.pairwise(bounds)]
-    nodes = {at: value for worker in workers for at, value in worker.nodes("clone").items()}
-    expected = ((values[0] + values[1]) + (values[2] + values[3])) + ((values[4] + values[5]) + values[6])
-    assert torch.equal(sum_of(nodes), expected)
 
 
 @pytest.mark.parametrize("K", [16, 600])

@@ -7,7 +7,9 @@ import re
 
 import numpy as np
 import pytest
+import random_shards
 import torch
+from hypothesis import given, settings
 
 import drq_fast
 from drq_fast.interop import shard
@@ -86,6 +88,29 @@ def assert_same(found, expected, metric):
     np.testing.assert_array_equal(
         np.where(found.scores == last, 0, found.ids), np.where(found.scores == last, 0, ordered.ids)
     )
+
+
+@settings(max_examples=60, deadline=None)
+@given(case=random_shards.CASES)
+def test_random_shards_by_codes(case, tmp_path_factory):
+    """Each shard is given the k-th best score so far. Ties beyond the k-th go to the smallest ids, with lists, too."""
+    folder = tmp_path_factory.mktemp("shards")
+    one = random_shards.made(case, folder)
+    asked = random_shards.random_search(case, one) | ({} if case.lists is None else {"probes": case.lists})
+    k, levels, keep = (asked.get(name) for name in ("k", "levels", "keep"))
+    whole, query = shard.Shard(str(folder / "all.index")), read_only(one.query)
+    keep = None if keep is None else np.asarray(keep)
+    threshold, found = None, []
+    for path in one.paths:
+        found.append(shard.Shard(str(path)).search(query, k, levels, keep, asked.get("probes"), threshold))
+        merged = drq_fast.merge(found, k, metric=case.metric)
+        threshold = merged.scores[:, -1]
+    expected = whole.search(query, k, levels, keep, asked.get("probes"), None)
+    expected = drq_fast.merge([expected], k, metric=case.metric)
+    np.testing.assert_array_equal(merged.ids, expected.ids)
+    np.testing.assert_array_equal(merged.scores, expected.scores)
+    same = {"k": k, "levels": levels, "keep": keep} | ({} if case.lists is None else {"probes": case.lists})
+    random_shards.assert_same(drq_fast.index.IndexResult(*map(torch.from_numpy, merged)), one.index, one.query, same)
 
 
 def test_ties_beyond_the_last_result_go_to_the_smallest_ids(tmp_path):

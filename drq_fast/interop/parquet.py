@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -187,23 +188,10 @@ def _check_columns(path: Path, schema: Any, column: str, output: str) -> None:
         raise FileError(f"encode: {path} has a column {output!r} already.")
 
 
-class _reading:  # noqa: N801  (a context manager, like contextlib.suppress)
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     """Names the file in errors of pyarrow."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, _: object) -> None:
-        if isinstance(error, pa.ArrowException):
-            raise FileError(f"encode: {self.path} is not a complete Parquet file ({error}).") from error
-
-
-def batches_of(tables: Iterable[Any], column: str, dim: int) -> Iterator[np.ndarray]:
-    """The vectors [n, dim] of a column of Arrow tables."""
-    first = 0
-    for table in tables:
-        yield vectors("fit", table.column(column), dim, f"column {column!r}", first)
-        first += table.num_rows
+    try:
+        yield
+    except pa.ArrowException as error:
+        raise FileError(f"encode: {path} is not a complete Parquet file ({error}).") from error

@@ -14,7 +14,7 @@ from ... import fit as fitting
 from ...blocks import Blocks, Nodes, sum_of
 from ...codec import Codec, directions
 from .. import parquet
-from .data import in_order
+from .data import check_column, in_order
 
 
 class FittedCodec(NamedTuple):
@@ -54,9 +54,7 @@ def fit(
     workers, threads = (checks.integer("fit", *each, 1) for each in (("workers", workers), ("threads", threads)))
     if checks.integer("fit", "block", block, 2) % 2:
         checks.fail("fit", "block", "even", block)
-    names = dataset.schema().names
-    if column not in names:
-        checks.fail("fit", "column", f"one of {', '.join(names)}", repr(column))
+    check_column("fit", dataset, column)
     weights = checks.level_weights("fit", level_weights, levels) or functional.default_weights(levels)
     checks.groups("fit", codebooks, levels)
     settings = {"num_cpus": threads, "scheduling_strategy": "SPREAD"} | options
@@ -64,8 +62,8 @@ def fit(
         data = _loaded(dataset.select_columns([column]), dim, workers, threads, unit, block, settings)
         fitting.warn_of_few("fit", data.N, codewords)
         omega = torch.tensor(weights, dtype=torch.float32)
-        options = {"codebooks": codebooks, "rounds": rounds, "beam": beam, "seed": checks.seed("fit", seed)}
-        found = fitting.fit(data, codewords, levels, omega=omega, **options)
+        how: dict[str, Any] = {"rounds": rounds, "beam": beam, "seed": checks.seed("fit", seed)}
+        found = fitting.fit(data, codewords, levels, codebooks=codebooks, omega=omega, **how)
     except ray.exceptions.RayActorError as error:
         raise RuntimeError(f"fit: a worker died ({type(error).__name__}); start again.") from error
     except ray.exceptions.RayTaskError as error:
@@ -79,15 +77,14 @@ class _Worker:
     def load(self, dataset: Any, column: str, dim: int, first: int, block: int, unit: bool, threads: int) -> int:
         """Reads the vectors of a dataset, the first of which has the number first * block; returns how many."""
         torch.set_num_threads(threads)
-        tables = dataset.iter_batches(batch_size=block, batch_format="pyarrow")
-        blocks = []
-        for number, table in enumerate(tables, first):
-            x = torch.from_numpy(
-                parquet.vectors("fit", table.column(column), dim, f"column {column!r}", number * block).copy()
-            )
-            x = directions(x) if unit else x
-            checks.squarable("fit", column, x)
-            blocks.append(fitting.Block(x, number, block))
+        blocks, where = [], f"column {column!r}"
+        with in_order(dataset):
+            tables = dataset.iter_batches(batch_size=block, batch_format="pyarrow")
+            for number, table in enumerate(tables, first):
+                x = torch.from_numpy(parquet.vectors("fit", table.column(column), dim, where, number * block).copy())
+                x = directions(x) if unit else x
+                checks.squarable("fit", column, x)
+                blocks.append(fitting.Block(x, number, block))
         self.blocks = Blocks(blocks, first)
         return sum(len(each.x) for each in blocks)
 
@@ -125,11 +122,8 @@ def _loaded(
         blocks = -(-dataset.count() // block)
         if blocks == 0:
             checks.fail("fit", "dataset", "at least one vector", "none")
-        bounds = (
-            [blocks * w // workers for w in range(min(workers, blocks) + 1)]
-            if workers <= blocks
-            else list(range(blocks + 1))
-        )
+        workers = min(workers, blocks)
+        bounds = [blocks * w // workers for w in range(workers + 1)]
         parts = dataset.split_at_indices([bound * block for bound in bounds[1:-1]]) if workers > 1 else [dataset]
     column = dataset.schema().names[0]
     actors = [ray.remote(_Worker).options(**settings).remote() for _ in parts]

@@ -23,7 +23,6 @@ from ..shard import Description, Shard, check_alike
 
 _COMPARED = 1 << 24  # ids that one task looks for duplicates in
 _CPU = torch.device("cpu")
-_GONE = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.GetTimeoutError)
 
 
 class PartialResult(NamedTuple):
@@ -53,8 +52,8 @@ class ShardedIndex:
     able to read. All have the same codec, metric, lists and kind of vectors, and no id twice. A search returns the bits
     of one Index that has all vectors in the order of their ids; equal scores come in the order of ids. options: of the
     actors, as Ray takes them, such as num_cpus. at_once: how many shards are searched at the same time, all by default;
-    the others are given the k-th best score so far, by which they drop codes early. timeout: seconds to wait for a
-    shard.
+    the others are given the k-th best score so far, by which they drop codes early. timeout: seconds to wait for the
+    answers of shards; start_timeout: at first, when machines and processes may have to be started.
 
     Ray restarts an actor that dies, which maps its file again, and repeats the calls that it had not answered. A search
     raises ShardsMissing if a shard stays away; with allow_partial=True it returns the others' results and names it.
@@ -70,16 +69,20 @@ class ShardedIndex:
         options: dict[str, Any] | None = None,
         at_once: int | None = None,
         timeout: float = 60.0,
+        start_timeout: float = 600.0,
     ) -> None:
         self.paths = _files(paths)
-        self.timeout = timeout
+        self.timeout = start_timeout
         self.at_once = len(self.paths) if at_once is None else checks.integer("ShardedIndex", "at_once", at_once, 1)
         settings = {"max_restarts": -1, "max_task_retries": 3, "scheduling_strategy": "SPREAD"} | (options or {})
         actor = ray.remote(Shard).options(**settings)
         self._actors = [actor.remote(path) for path in self.paths]
-        self._shards: list[Description] = self._all("ShardedIndex", "describe")
-        check_alike(self.paths, self._shards)
-        self._check_ids()
+        try:
+            self._describe()
+        except BaseException:
+            self.close()
+            raise
+        self.timeout = timeout
 
     def __len__(self) -> int:
         return sum(shard.size for shard in self._shards)
@@ -186,6 +189,12 @@ class ShardedIndex:
             checks.fail("remove", "ids", "in the index", f"{int(wanted[owner < 0][0])}, which is not")
         self._change("remove", {s: ("remove", wanted[owner == s]) for s in np.unique(owner).tolist()})
 
+    def _describe(self) -> None:
+        """Asks the shards what they are, which must be parts of one index."""
+        self._shards: list[Description] = self._all("ShardedIndex", "describe")
+        check_alike(self.paths, self._shards)
+        self._check_ids()
+
     def _put(self, op: str, x: Array, ids: Any, beam: int) -> Array:
         values = checks.array(op, "x", checks.listed(op, "x", x))
         if values.ndim != 2 or values.shape[1] != self.dim:
@@ -278,12 +287,12 @@ class ShardedIndex:
                 shard, left = started.pop(call), left - 1
                 try:
                     found.append((shard, ray.get(call)))
-                except _GONE as error:
-                    missing[self.paths[shard]] = type(error).__name__
                 except ray.exceptions.RayTaskError as error:
                     if not isinstance(error.cause, OSError):  # the fault is not the shard's
                         raise error.cause from None
                     missing[self.paths[shard]] = str(error.cause).rstrip(".")
+                except ray.exceptions.RayError as error:  # its process has gone, and so has what it answered
+                    missing[self.paths[shard]] = type(error).__name__
         return found
 
     def _check_ids(self) -> None:
