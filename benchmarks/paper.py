@@ -4,11 +4,15 @@
     python benchmarks/paper.py --data cifar-10-batches-bin --words words.txt --protocol cifar10-2 --run out/run
     python benchmarks/paper.py --data features.npz --words words.txt --protocol cifar10-2 --ablations
     python benchmarks/paper.py --data features.npz --words words.txt --protocol cifar10-2 --validate
+    python benchmarks/paper.py --data cifar-10-batches-bin --words words.txt --protocol cifar10-1 --size 96 \
+        --run out/run --stage-one out/stage-one --set epochs=8,2,4 detach=true checkpoint_seconds=180
 
 --data is a file of features with labels, or the folder of CIFAR-10's images. The table is printed and, with --name,
 written between the marks of that name in docs/results.md. --validate trains on four fifths of the training images and
 ranks the others among themselves: choices are made with this, and queries and database are looked at once, for the
-table. --set takes fields of the training's Config, as in `--set margin=0.5 epochs=20,5,10`.
+table. --set takes fields of the training's Config, as in `--set margin=0.5 epochs=20,5,10`. With --stage-one, models
+with different codebooks share stage 1, kept by seed in that folder, and stages 2 and 3 train on its features. Its
+features.npz serves as --data for a table of ablations on fine-tuned features.
 """
 
 from __future__ import annotations
@@ -40,11 +44,13 @@ PAPER = {  # AlexNet, fine-tuned
     "cifar10-2": ("0.803", "0.824", "0.832", "0.837"),
 }
 VALIDATED = " on training images alone, a tenth of them ranked for another tenth"
+SHARED = " in stage 1, which all models share; stages 2 and 3 train on its features"
 RANKINGS = {"ip": "", "l2": ", by distance"}  # and how rows are called
 PEERS = {  # faiss's names; its RQ has a beam of 5, OPQ goes to 240 dimensions, since 2048 take it many minutes
     "faiss PQ, trained for each length": "PQ{L}x8",
     "faiss OPQ, trained for each length": "OPQ{L}_240,PQ{L}x8",
     "faiss RQ, trained for each length": "RQ{L}x8",
+    "faiss LSQ, trained for each length": "LSQ{L}x8",
 }
 ROWS = {
     "unsupervised": "Unsupervised: the features as they are, by distance",
@@ -89,6 +95,7 @@ class Task:
             "words": self.options.words and self.options.words.name,
             "protocol": self.options.protocol,
             "size": self.options.size if self.images else None,
+            "stage_one": self.options.stage_one is not None or None,  # files of runs without it do not say so
             "peers": self.options.peers,
             "limits": self.options.limits,
             "validate": self.options.validate,
@@ -99,8 +106,9 @@ class Task:
         """Trains as many models as the protocol says, one as a rule, and evaluates them."""
         values: dict[str, list[float]] = {}
         seconds: dict[str, float] = {}
+        first = self.options.stage_one and str(self.options.stage_one / f"{ablation}-{seed}")
         for codewords in self.rule.codewords:
-            settings = dataclasses.replace(self.settings, codewords=codewords, ablation=ablation)
+            settings = dataclasses.replace(self.settings, codewords=codewords, ablation=ablation, stage_one=first)
             experiment = Experiment(settings, dataclasses.replace(self.config, seed=seed))
             if self.options.validate:
                 experiment.split = halves(experiment.split.train, seed)
@@ -126,9 +134,9 @@ class Task:
         codes = model.quantizer.encode(x["database"])
         for metric, suffix in RANKINGS.items():
             start = time.perf_counter()
-            found = evaluate_codes(model.quantizer, codes, labels, metric=metric, **asked)
-            seconds[f"evaluation by {metric}"] = time.perf_counter() - start
-            shown = found[-1:] if several else found
+            length = LEVELS if several else None  # with several models each has one length
+            shown = evaluate_codes(model.quantizer, codes, labels, metric=metric, levels=length, **asked)
+            add(seconds, f"evaluation by {metric}", time.perf_counter() - start)
             values.setdefault(f"ours{suffix}", []).extend(figures.mean_average_precision for figures in shown)
             exact = evaluate_vectors(x["database"], labels, metric=metric, **asked).mean_average_precision
             values.setdefault(f"learned features, exact{suffix}", []).extend([exact] * len(shown))
@@ -214,6 +222,7 @@ def table(task: Task, runs: dict[str, list[Run]], command: str, title: str) -> s
         if task.images
         else "given features"
     )
+    backbone += SHARED if task.options.stage_one else ""
     seeds = len(next(iter(runs.values())))
     lines = [
         f"### {title}",
@@ -294,6 +303,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--size", type=int, default=128, help="of images, in pixels")
     parser.add_argument("--run", type=Path, help="folder of checkpoints")
+    parser.add_argument("--stage-one", type=Path, help="folder of stage 1, shared by models with other codebooks")
     parser.add_argument("--ablations", action="store_true")
     parser.add_argument("--peers", action="store_true", help="codes of faiss on the learned features, too")
     parser.add_argument("--limits", action="store_true", help="rows that say what the features do not tell apart")
@@ -321,6 +331,7 @@ def main() -> None:
     command = "python benchmarks/paper.py " + " ".join(f"--{k} {v}" for k, v in named.items() if v is not None)
     command += f" --curve {options.curve.name}" if options.curve else ""
     command += "".join(f" --{flag}" for flag in ("ablations", "peers", "limits", "validate") if getattr(options, flag))
+    command += f" --stage-one {options.stage_one.name}" if options.stage_one else ""
     command += f" --set {' '.join(options.set)}" if options.set else ""
     text = table(task, runs, command + (f' --name "{options.name}"' if options.name else ""), options.name or "paper")
     show(text, options.name)

@@ -90,6 +90,7 @@ PEERS = {  # faiss's names; its RQ has a beam of 5
     "faiss RQ, beam 5, trained for each length": "RQ{L}x8",
     "faiss PQ, trained for each length": "PQ{L}x8",
     "faiss OPQ, trained for each length": "OPQ{L},PQ{L}x8",
+    "faiss LSQ, trained for each length": "LSQ{L}x8",
 }
 OURS = (
     "**`layer.fit(x)`**, `encode(x, beam=16)`",

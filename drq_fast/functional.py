@@ -8,13 +8,13 @@ BackendUnavailable; None takes the fastest.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from . import backends, checks
+from . import backends, checks, modes
 from .backends.types import CodewordSums, Database, Distortion, Loss, Parameters, Quantized, SearchResult, SquaredErrors
 
 __all__ = [
@@ -236,6 +236,19 @@ def adc(
     unsupported = backends.cannot_search(query, codes, codec, norms)
     column = backends.choose("adc", query.device.type, backend, unsupported)
     return column.adc(query, codes, codec, metric, norms)
+
+
+def scorer(query: Tensor, codes: Tensor, codec: Parameters, metric: str) -> Callable[[Tensor], Tensor]:
+    """A function from queries [Q, D], of which `query` has some, to `adc` of codes that are known to be right.
+
+    The norms, which need inner products of all codewords, are computed once. Threads may call it at the same time.
+    """
+    norms = None
+    if metric != "ip":
+        with modes.plain(codec.device):
+            norms = backends.choose_for_norms(codec.device.type, codec).squared_norms(codes, codec, metric)
+    column = backends.choose("adc", query.device.type, None, backends.cannot_search(query, codes, codec, norms))
+    return lambda some: column.adc(some, codes, codec, metric, norms)
 
 
 def search(

@@ -76,6 +76,17 @@ def test_images_are_embedded_as_by_evaluate(made, here, name):
     assert embedder.side == 64
 
 
+def test_a_run_that_shares_stage_one(made, tmp_path):
+    data = ["--data", made / "images", *COUNTS, *NETWORK, "--no-amp", "--stage-one", tmp_path / "one"]
+    for name, options in (("4", ()), ("8", ("--codewords", "8"))):
+        command("train", tmp_path / name, *data, *options)
+        command("evaluate", tmp_path / name, "--exact")
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert config["stage_one"] == str(tmp_path / "one")
+        x = Embedder.load(tmp_path / name).embed(query_files(made))
+        torch.testing.assert_close(x, torch.from_numpy(np.load(tmp_path / name / "queries.npy")))
+
+
 def test_kinds_of_images(made, here):
     embedder, files = Embedder.load(here / "run"), query_files(made)[:2]
     x = embedder.embed(files)

@@ -185,6 +185,61 @@ def test_vectors_and_copies_of_them():
         assert figures.mean_average_precision == pytest.approx(expected, abs=1e-3)
 
 
+def test_one_length_alone_and_any_number_of_threads():
+    layer, *data = random_codes(3)
+    every = evaluate.evaluate_codes(layer, *data, R=70, metric="ip")
+    assert [evaluate.evaluate_codes(layer, *data, R=70, metric="ip", levels=L) for L in (1, 2, 3)] == [
+        [f] for f in every
+    ]
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            assert evaluate.evaluate_codes(layer, *data, R=70, metric="ip") == every
+    finally:
+        torch.set_num_threads(threads)
+    with pytest.raises(ValueError, match=r"^evaluate_codes: levels must be an integer from 1 to 3, got 4\.$"):
+        evaluate.evaluate_codes(layer, *data, levels=4)
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_norms_are_computed_once_for_all_batches_of_queries(monkeypatch, backend):
+    layer, *data = random_codes(4)
+    expected = evaluate.evaluate_codes(layer, *data, R=70, levels=3)[0].mean_average_precision
+    asked, choose = [], drq_fast.backends.choose_for_norms
+    monkeypatch.setattr(drq_fast.backends, "choose_for_norms", lambda *a: asked.append(a) or choose(*a))
+    monkeypatch.setattr(evaluate, "_ENTRIES", 1)  # a query at a time
+    for name in ("native", "torch"):  # adc computes them where they are not given
+        norms = getattr(drq_fast.backends, "plain_torch" if name == "torch" else name)
+        monkeypatch.setattr(norms, "adc", given_norms(norms.adc))
+    with drq_fast.use_backend(backend):
+        found = evaluate.evaluate_codes(layer, *data, R=70, levels=3)[0].mean_average_precision
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert len(asked) == 1
+
+
+def given_norms(adc):
+    def run(query, codes, codec, metric, norms):
+        assert norms is not None
+        return adc(query, codes, codec, metric, norms)
+
+    return run
+
+
+def test_costs_are_sorted_as_numbers():
+    inf, tiny = float("inf"), 1e-45
+    row = [3.0, -0.0, float("nan"), -2.5, inf, 0.0, -inf, tiny, -tiny, 2.0, -float("nan")]
+    for dtype in (torch.float32, torch.float64):
+        costs = torch.tensor([row, row[::-1]], dtype=dtype)
+        ordered, order = evaluate._sorted(costs)
+        known = torch.where(costs.isnan(), inf, costs).gather(1, order)
+        assert torch.equal(known, known.sort(dim=1).values)
+        assert torch.equal(order.sort(dim=1).values, torch.arange(11).expand(2, -1))
+        equal = known[:, 1:] == known[:, :-1]
+        assert torch.equal(ordered[:, 1:] == ordered[:, :-1], equal)
+        assert equal.sum(dim=1).tolist() == [3, 3]  # two zeros; infinity and both NaN
+
+
 def test_recall_by_hand():
     found = torch.tensor([[1, 2, 3], [4, 5, -1]])
     assert evaluate.recall(found, torch.tensor([[3, 9], [4, 5]])) == pytest.approx(3 / 4)

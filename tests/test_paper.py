@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -75,12 +76,40 @@ def test_the_table_and_the_runs_that_are_kept(data, tmp_path):
     assert refused(data, "--protocol", "cifar10-1", "--peers").startswith("--peers: faiss has 8 bits for a level here")
 
 
-def test_validation_shares_no_image():
-    sys.path.insert(0, str(SCRIPT.parent))
-    try:
-        from paper import halves
-    finally:
-        sys.path.pop(0)
+def test_stage_one_is_shared_and_found_again(data, tmp_path):
+    options = ("--run", str(tmp_path / "run"), "--stage-one", str(tmp_path / "one"))
+    out = paper(data, *options)
+    assert "given features in stage 1, which all models share; stages 2 and 3 train on its features; 1 seed" in out
+    assert "--stage-one one --set epochs=1,1,1 batch=64`." in out
+    assert (tmp_path / "one" / "none-0" / "features.npz").exists()
+    assert min(map(float, cells(out, "ours")[:4])) > 0.8
+    (ours,) = (line for line in out.splitlines() if line.startswith("none 0 "))
+    (again,) = (line for line in paper(data, *options).splitlines() if line.startswith("none 0 "))
+    assert json.loads(again.removeprefix("none 0 "))[0] == json.loads(ours.removeprefix("none 0 "))[0]
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """benchmarks/paper.py as a module."""
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    return importlib.import_module("paper")
+
+
+@pytest.mark.parametrize("name", ["PQ", "OPQ", "RQ", "LSQ"])
+def test_codecs_of_faiss(script, name):
+    pytest.importorskip("faiss")
+    recipe = script.PEERS[f"faiss {name}, trained for each length"].replace("OPQ{L}_240", "OPQ{L}_12")
+    x = torch.randn(400, 12, generator=torch.Generator().manual_seed(0))
+    errors = []
+    for L in (1, 2):
+        decoded, copies = script.faiss_codes(recipe.format(L=L), x, x[:50])
+        errors.append(float((decoded[copies] - x[:50]).square().sum() / x[:50].square().sum()))
+    assert decoded.shape[1] == 12
+    assert errors[1] < errors[0] < 0.6
+
+
+def test_validation_shares_no_image(script):
+    halves = script.halves
     rows = torch.arange(7, 1007)
     split = halves(rows, 0)
     assert [len(part) for part in split] == [800, 100, 100]

@@ -198,7 +198,7 @@ def train(options: argparse.Namespace) -> Result:
     settings = Settings(**{name: given[name] for name in given.keys() & _fields(Settings)}).resolved()
     changes = {name: given[name] for name in given.keys() & _fields(Config)}
     experiment = Experiment(settings, dataclasses.replace(settings.config, **changes))
-    experiment.model()  # raises errors before anything is written
+    experiment.check()  # raises errors before anything is written
     config = {"command": "train", **dataclasses.asdict(settings), **dataclasses.asdict(experiment.config)}
     facts = {} if settings.of_features else {"side": side(settings)}
     config = json.loads(json.dumps(config)) | facts | {"drq_fast": __version__}
@@ -268,6 +268,7 @@ def _by_labels(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace)
         checks.fail("evaluate", "k", "left out for a trained run, whose protocol has a depth R", options.k)
     experiment = run.experiment()
     database = _database(run, experiment, layer)
+    x = database.all() if options.exact else None  # before they are encoded, so that they are computed once
     if not run.codes.exists():
         run.encode(layer, database, beam=1, force=options.force)
     codes, made_by = run.load_codes()
@@ -281,7 +282,6 @@ def _by_labels(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace)
     query = experiment.features(database.model, experiment.split.query)
     run.claim(run.queries)
     files.write_array(run.queries, query.numpy())
-    x = experiment.features(database.model, experiment.split.database) if options.exact else None
     return measures.by_labels(layer, codes, query, experiment, _searched_metric(run, options), x)
 
 

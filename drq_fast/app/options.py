@@ -428,6 +428,7 @@ _HELP = {
     "levels": "levels M: rounds of quantization",
     "ablation": "the row of the paper's ablation table",
     "metric": "metric that items are ranked by",
+    "stage_one": "folder of stage 1, which runs share: the network and its features, on which stages 2 and 3 train",
     "epochs": "epochs of each stage: features alone, one level of codes, all levels",
     "batch": "items in a batch, over all processes",
     "rate": "learning rate of the new layers",

@@ -201,7 +201,7 @@ def features(path: Source, labels: Source | np.ndarray | None = None) -> Feature
     classes [C], the class names. Labels are class numbers [N] or flags [N, C].
     """
     file = Path(path)
-    arrays = {"x": _array(file)} if file.suffix == ".npy" else _arrays(file, ("x", "label", "step", "classes"))
+    arrays = {"x": _array(file)} if file.suffix == ".npy" else arrays_of(file, ("x", "label", "step", "classes"))
     if labels is not None:
         arrays["label"] = labels if isinstance(labels, np.ndarray) else _array(Path(labels))
     if "x" not in arrays:
@@ -439,7 +439,7 @@ def _array(path: Path) -> np.ndarray:
     return read_array("datasets", path, mmap=True)
 
 
-def _arrays(path: Path, names: Sequence[str]) -> dict[str, Any]:
+def arrays_of(path: Path, names: Sequence[str]) -> dict[str, Any]:
     """The arrays with these names that an `.npz` file has."""
     try:
         with np.load(path, allow_pickle=False) as pack:

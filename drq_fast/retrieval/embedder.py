@@ -95,13 +95,21 @@ def _model(run: Path, settings: Settings, quantizer: RecurrentQuantizer) -> Mode
     path = run / CHECKPOINT
     if not path.exists():
         raise FileNotFoundError(f"load: {path} does not exist, so the network is lost; train again.")
-    tensors = files.read(path, "training")[0]
-    weights = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
+    weights = _weights(path)
+    if settings.stage_one is not None:
+        earlier = _weights(Path(settings.stage_one) / CHECKPOINT)
+        weights |= {name: value for name, value in earlier.items() if name.startswith("backbone.")}
     with files.describing(path, "a training"):
         model = Model(image_backbone(settings, False), weights["words"], ablation=settings.ablation, **sizes)
     fill(model, weights, path)
     check_quantizer(model, quantizer, path)
     return model
+
+
+def _weights(path: Path) -> dict[str, Tensor]:
+    """The weights of a network in a checkpoint."""
+    tensors = files.read(path, "training")[0]
+    return {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
 
 
 def _side(run: Path, settings: Settings, config: dict[str, Any]) -> int:

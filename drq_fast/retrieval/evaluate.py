@@ -7,6 +7,7 @@ relevant ones, the first N0 + i items contain R0 + i r/n relevant ones on averag
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, functional
+from ..backends.native.threads import in_parallel
 from ..codes import bits
 from ..quantizer import RecurrentQuantizer
 from .losses import check_labels, similar
@@ -33,13 +35,32 @@ class Figures(NamedTuple):
 
 
 class _Groups(NamedTuple):
-    """For every entry [q, U] of a ranking, in float64: items and relevant items before and after its group."""
+    """For entries [q, n] of a ranking, in float64: items and relevant items before and after their groups."""
 
     N0: Tensor
     R0: Tensor
     N1: Tensor
     R1: Tensor
-    last: Tensor  # bool: the last entry of its group
+
+
+class _Ranking(NamedTuple):
+    """Entries [q, U], best first: costs, in any numbers that ascend, and how many items and relevant items there are up
+    to each of them, int32."""
+
+    costs: Tensor
+    items: Tensor
+    relevant: Tensor
+
+    def last(self, at: Tensor) -> Tensor:
+        """The last entry of the group of each entry at [q, n]."""
+        return torch.searchsorted(self.costs, self.costs.gather(1, at), right=True) - 1
+
+    def groups(self, at: Tensor) -> _Groups:
+        """The groups of the entries at [q, n]."""
+        first, last = torch.searchsorted(self.costs, self.costs.gather(1, at)), self.last(at)
+        before = (first - 1).clamp_min(0)
+        starts = [torch.where(first > 0, t.gather(1, before), 0).double() for t in (self.items, self.relevant)]
+        return _Groups(*starts, *(t.gather(1, last).double() for t in (self.items, self.relevant)))
 
 
 def evaluate_codes(
@@ -52,35 +73,33 @@ def evaluate_codes(
     R: int | None = None,
     metric: str = "l2",
     depths: Sequence[int] = (),
+    levels: int | None = None,
 ) -> list[Figures]:
     """Metrics at every prefix length of codes [N, levels] with labels [N, C], for queries [Q, dim], not quantized.
 
     Items are ranked by `metric`; those that share a label with the query are relevant. R: depth of mAP, N by default.
+    levels: evaluate this length alone.
 
     >>> for figures in evaluate_codes(layer, layer.encode(x), labels, query, query_labels, R=5000): ...
     """
     op = "evaluate_codes"
     flat = checks.code_rows(op, checks.array(op, "codes", codes, integer=True), layer.levels)
+    checks.code_range(op, flat, layer.codewords)
+    checks.choice(op, "metric", metric, checks.METRICS)
+    checks.vectors(op, "query", query, layer.dim, flat.device)
     codec, figures = layer.codec(), []
-    for L in range(1, flat.shape[1] + 1):
+    every = range(1, flat.shape[1] + 1)
+    for L in every if levels is None else (checks.integer(op, "levels", levels, 1, every[-1]),):
         distinct, copies = torch.unique(flat[:, :L], dim=0, return_inverse=True)
-
-        def rank(batch: Tensor, distinct: Tensor = distinct) -> tuple[Tensor, Tensor]:
-            found = functional.search(
-                batch,
-                distinct,
-                codec.codebook,
-                codec.scale,
-                k=len(distinct),
-                offset=codec.offset,
-                codebooks=codec.sizes,
-                metric=metric,
-            )
-            return found.scores, found.positions
-
+        score = functional.scorer(query, distinct, codec, metric)
+        cost = score if metric == "l2" else functools.partial(_negated, score)
         length = bits(layer.codewords, L)
-        figures.append(_evaluate(op, rank, copies, len(distinct), labels, query, query_labels, R, depths, length))
+        figures.append(_evaluate(op, cost, copies, len(distinct), labels, query, query_labels, R, depths, length))
     return figures
+
+
+def _negated(score: Callable[[Tensor], Tensor], batch: Tensor) -> Tensor:
+    return -score(batch)
 
 
 def evaluate_vectors(
@@ -119,11 +138,10 @@ def evaluate_vectors(
     copies = same if copies is None else same[_row_numbers(op, copies, len(same))]
     norms = (x * x).sum(dim=1)
 
-    def rank(batch: Tensor) -> tuple[Tensor, Tensor]:
-        order = ((norms if metric == "l2" else 0) - 2 * batch @ x.T).sort(dim=1)
-        return order.values, order.indices
+    def cost(batch: Tensor) -> Tensor:
+        return (norms if metric == "l2" else 0) - 2 * batch @ x.T
 
-    return _evaluate(op, rank, copies, len(x), labels, query, query_labels, R, depths, None)
+    return _evaluate(op, cost, copies, len(x), labels, query, query_labels, R, depths, None)
 
 
 def _row_numbers(op: str, copies: Tensor, N: int) -> Tensor:
@@ -163,14 +181,13 @@ def average_precision(scores: Tensor, relevant: Tensor, R: int | None = None, *,
         checks.integer("average_precision", "R", R, 1)
     if bool(scores.isnan().any()):
         checks.fail("average_precision", "scores", "numbers", "NaN")
-    ordered, order = scores.sort(dim=1, descending=largest)
-    counts = torch.ones_like(ordered, dtype=torch.float64)
-    return _average_precision(_groups(ordered, counts, relevant.gather(1, order).double()), R)
+    ordered, order = _sorted(-scores if largest else scores)
+    return _average_precision(_ranking(ordered, torch.ones_like(order), relevant.gather(1, order)), R)
 
 
 def _evaluate(
     op: str,
-    rank: Callable[[Tensor], tuple[Tensor, Tensor]],
+    cost: Callable[[Tensor], Tensor],
     copies: Tensor,
     U: int,
     labels: Tensor,
@@ -180,7 +197,10 @@ def _evaluate(
     depths: Sequence[int],
     length: int | None,
 ) -> Figures:
-    """Metrics of rankings of U distinct codes or vectors, of which items [N] are copies."""
+    """Metrics of rankings of U distinct codes or vectors, of which items [N] are copies.
+
+    cost: of all of them for some queries, [q, U]; less is better.
+    """
     checks.floating(op, "query", query)
     checks.finite(op, "query", query)
     check_labels(op, labels, len(copies), copies.device)
@@ -191,65 +211,96 @@ def _evaluate(
         checks.fail(op, "codes and queries", "at least one of each", f"{len(copies)} and {len(query)}")
     for depth in (*depths, *([R] if R is not None else [])):
         checks.integer(op, "R and depths", depth, 1)
-    counts = torch.bincount(copies, minlength=U).double()
+    counts = torch.bincount(copies, minlength=U).int()
     kinds, kind = torch.unique(labels, dim=0, return_inverse=True)  # a kind is a distinct row of labels
     one = torch.ones(len(kind), dtype=torch.float32, device=kind.device)
     table = torch.sparse_coo_tensor(  # [U, kinds]: how many items of each kind
         torch.stack([copies, kind]), one, (U, len(kinds)), check_invariants=True
     ).coalesce()
-    totals = torch.zeros(1 + len(depths) + RECALLS, dtype=torch.float64, device=query.device)
-    answerable = 0
-    for rows in torch.arange(len(query)).split(max(1, _ENTRIES // U)):
-        wanted = similar(kinds, query_labels[rows])  # [kinds, q]
-        relevant = torch.sparse.mm(table, wanted.float()).T.double()  # [q, U]
-        scores, positions = rank(query[rows])
-        groups = _groups(scores, counts[positions], relevant.gather(1, positions))
-        answered = groups.R1[:, -1] > 0
-        answerable += int(answered.sum())
-        totals[0] += _average_precision(groups, R).sum()
-        totals[1 : 1 + len(depths)] += _precision(groups, depths).sum(dim=0)
-        totals[1 + len(depths) :] += _precision_at_recall(groups)[answered].sum(dim=0)
+
+    @torch.no_grad()
+    def sums(rows: Tensor) -> tuple[Tensor, int]:
+        """Sums over these queries, and how many of them have relevant items."""
+        asked, which = torch.unique(query_labels[rows], dim=0, return_inverse=True)
+        relevant = torch.sparse.mm(table, similar(kinds, asked).float()).T.contiguous().int()[which]  # [q, U]
+        costs, order = _sorted(cost(query[rows]))
+        ranking = _ranking(costs, counts[order], relevant.gather(1, order))
+        answered = ranking.relevant[:, -1] > 0
+        found = [
+            _average_precision(ranking, R).sum()[None],
+            _precision(ranking, depths).sum(dim=0),
+            _precision_at_recall(ranking)[answered].sum(dim=0),
+        ]
+        return torch.cat(found), int(answered.sum())
+
+    rows = torch.arange(len(query), device=query.device).split(max(1, _ENTRIES // U))
+    found = in_parallel([functools.partial(sums, some) for some in rows])  # the same sums for any number of threads
+    totals, answerable = torch.stack([each for each, _ in found]).sum(dim=0), sum(count for _, count in found)
     first, *precision = (totals[: 1 + len(depths)] / len(query)).tolist()
     curve = (totals[1 + len(depths) :] / max(answerable, 1)).tolist()
     return Figures(length, first, tuple(precision), tuple(curve))
 
 
-def _groups(scores: Tensor, counts: Tensor, relevant: Tensor) -> _Groups:
-    """Groups of equal scores in a ranking [q, U] of entries with these counts of items and of relevant items."""
-    last = torch.ones_like(scores, dtype=torch.bool)
-    last[:, :-1] = scores[:, 1:] != scores[:, :-1]
-    N1, R1 = counts.cumsum(dim=1), relevant.cumsum(dim=1)
-    starts = []
-    for after in (N1, R1):  # non-decreasing, so a running maximum finds the last group that has ended
-        ended = torch.where(last, after, 0).cummax(dim=1).values
-        starts.append(torch.cat([torch.zeros_like(ended[:, :1]), ended[:, :-1]], dim=1))
-    ends = [torch.where(last, after, torch.inf).flip(1).cummin(dim=1).values.flip(1) for after in (N1, R1)]
-    return _Groups(starts[0], starts[1], ends[0], ends[1], last)
+def _sorted(costs: Tensor) -> tuple[Tensor, Tensor]:
+    """Costs [q, U] in ascending order, or integers that compare as they do, and where they came from, int64 [q, U].
+
+    NaN is as bad as infinity.
+    """
+    costs = torch.where(costs.isnan(), torch.inf, costs + 0.0)  # -0.0 + 0.0 is 0.0
+    if costs.device.type != "cpu" or costs.dtype != torch.float32:
+        return costs.sort(dim=1)
+    numbers = costs.view(torch.int32)
+    numbers = numbers ^ (numbers >> 31 & 0x7FFFFFFF)  # integers in the order of the floats
+    keys = (numbers.long() << 32) | torch.arange(costs.shape[1])
+    keys.numpy().sort(axis=1)  # by vector instructions, several times as fast as torch
+    return (keys >> 32).int(), keys & 0xFFFFFFFF
 
 
-def _average_precision(groups: _Groups, R: int | None) -> Tensor:
+def _ranking(costs: Tensor, counts: Tensor, relevant: Tensor) -> _Ranking:
+    """A ranking by costs [q, U], which ascend, of entries with these counts of items and of relevant items."""
+    return _Ranking(costs, *(each.cumsum(dim=1, dtype=torch.int32) for each in (counts, relevant)))
+
+
+def _average_precision(ranking: _Ranking, R: int | None) -> Tensor:
     """AP@R [q]. In the group that contains R, the relevant items among the first m are hypergeometric."""
-    N0, R0, N1, R1, last = groups
-    if N0.numel() == 0:
-        return N0.new_zeros(len(N0))
-    N = int(N1[0, -1])
+    if ranking.items.numel() == 0:
+        return ranking.items.new_zeros(len(ranking.items), dtype=torch.float64)
+    N = int(ranking.items[0, -1])
     cut = N if R is None else min(R, N)
-    inverse = torch.cat([N0.new_zeros(1), 1 / torch.arange(1, N + 1, dtype=N0.dtype, device=N0.device)]).cumsum(0)
+    at = torch.searchsorted(ranking.items, ranking.items.new_full((len(ranking.items), 1), cut))  # has item R
+    width = int(ranking.last(at).max()) + 1
+    terms = 1 / torch.arange(1, cut + 1, dtype=torch.float64, device=at.device)
+    inverse = torch.cat([terms.new_zeros(1), terms]).cumsum(0)
+    precisions = _complete_groups(_Ranking(*(each[:, :width] for each in ranking)), cut, inverse)
+    N0, R0, N1, R1 = ranking.groups(at)
     n, r = N1 - N0, R1 - R0
-    A = inverse[N1.long()] - inverse[N0.long()]  # sum of 1 / (N0 + i), i = 1..n
-    B = n - (N0 + 1) * A  # sum of (i - 1) / (N0 + i)
-    sums = r / n * ((R0 + 1) * A + (r - 1) / (n - 1).clamp_min(1) * B)
-    precisions = torch.where(last & (cut >= N1), sums, 0).sum(dim=1)
-    at = torch.searchsorted(N1, N1.new_full((len(N1), 1), cut))  # the group that contains item R
-    N0, n, R0, r = (t.gather(1, at) for t in (N0, n, R0, r))
     if bool((cut - N0 == n).all()):  # R is the end of a group for all queries
-        return precisions / (R0 + r).squeeze(1).clamp_min(1)
+        return precisions / R1.squeeze(1).clamp_min(1)
     widest = int(torch.minimum(r, cut - N0).max()) + 1
     found = [
         _expectation(precisions[q], N0[q], n[q], R0[q], r[q], cut, inverse)
         for q in torch.arange(len(N0)).split(max(1, _ENTRIES // widest))
     ]
     return torch.cat(found)
+
+
+def _complete_groups(ranking: _Ranking, cut: int, inverse: Tensor) -> Tensor:
+    """Sums [q] of the expected precisions at the relevant items of all groups that end within the first `cut` items."""
+    costs, items, relevant = ranking
+    last = torch.ones_like(costs, dtype=torch.bool)
+    last[:, :-1] = costs[:, 1:] != costs[:, :-1]
+    N0, R0 = (_before(torch.where(last, after, 0)) for after in (items, relevant))
+    n, r = items - N0, relevant - R0
+    A = inverse[items.clamp_max(cut)] - inverse[N0.clamp_max(cut).long()]  # sum of 1 / (N0 + i), i = 1..n
+    B = n - (N0 + 1) * A  # sum of (i - 1) / (N0 + i)
+    sums = r / n * ((R0 + 1) * A + (r - 1) / (n - 1).clamp_min(1) * B)
+    return torch.where(last & (items <= cut), sums, 0).sum(dim=1)
+
+
+def _before(ended: Tensor) -> Tensor:
+    """For each entry the number [q, U] at the end of the last group before it, given the numbers at ends, else 0."""
+    highest = ended.cummax(dim=1).values  # the numbers do not decrease
+    return torch.cat([torch.zeros_like(ended[:, :1]), highest[:, :-1]], dim=1).double()
 
 
 def _expectation(precisions: Tensor, N0: Tensor, n: Tensor, R0: Tensor, r: Tensor, cut: int, inverse: Tensor) -> Tensor:
@@ -270,22 +321,21 @@ def _expectation(precisions: Tensor, N0: Tensor, n: Tensor, R0: Tensor, r: Tenso
     return (chance * torch.where(R0 + j > 0, total / (R0 + j).clamp_min(1), 0)).sum(dim=1)
 
 
-def _precision(groups: _Groups, depths: Sequence[int]) -> Tensor:
+def _precision(ranking: _Ranking, depths: Sequence[int]) -> Tensor:
     """The expected precision at each depth: [q, depths]. Places after the last item count as not relevant."""
-    N = groups.N1[:, -1:]
-    depth = groups.N1.new_tensor(list(depths)).expand(len(N), -1).contiguous()
+    N = ranking.items[:, -1:]
+    depth = N.new_tensor([*depths]).expand(len(N), -1)
     within = torch.minimum(depth, N)
-    at = torch.searchsorted(groups.N1.contiguous(), within)
-    N0, R0, N1, R1 = (t.gather(1, at) for t in groups[:4])
+    N0, R0, N1, R1 = ranking.groups(torch.searchsorted(ranking.items, within))
     return (R0 + (within - N0) * (R1 - R0) / (N1 - N0)) / depth
 
 
-def _precision_at_recall(groups: _Groups) -> Tensor:
+def _precision_at_recall(ranking: _Ranking) -> Tensor:
     """The precision where the expected recall reaches 1 %, 2 %, ... 100 %: [q, RECALLS]."""
-    R1 = groups.R1.contiguous()
-    percent = torch.arange(1, RECALLS + 1, dtype=R1.dtype, device=R1.device)
-    wanted = R1[:, -1:] * percent / RECALLS  # multiply first, so that integers stay exact
-    at = torch.searchsorted(R1, wanted).clamp_max(R1.shape[1] - 1)
-    N0, R0, N1, end = (t.gather(1, at) for t in groups[:4])
-    place = N0 + (wanted - R0) * (N1 - N0) / (end - R0).clamp_min(1e-300)
+    total = ranking.relevant[:, -1:].double()
+    percent = torch.arange(1, RECALLS + 1, dtype=total.dtype, device=total.device)
+    wanted = total * percent / RECALLS  # multiply first, so that integers stay exact
+    at = torch.searchsorted(ranking.relevant, wanted.ceil().int()).clamp_max(ranking.relevant.shape[1] - 1)
+    N0, R0, N1, R1 = ranking.groups(at)
+    place = N0 + (wanted - R0) * (N1 - N0) / (R1 - R0).clamp_min(1e-300)
     return torch.where(wanted > 0, wanted / place.clamp_min(1e-300), 0)

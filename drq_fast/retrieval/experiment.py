@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from .. import checks
 from ..files import FileError
 from ..quantizer import RecurrentQuantizer
-from . import datasets
+from . import datasets, stage_one
 from .backbones import AlexNet, EfficientNetLite0, Precomputed
 from .datasets import Items
 from .model import Model
 from .protocols import Split, split
-from .settings import PROTOCOLS, Config, Settings
+from .settings import NEW_SETTINGS, PROTOCOLS, Config, Settings
+from .stage_one import Given, StageOne
 from .train import CHECKPOINT, features, train
 
 
@@ -31,6 +33,8 @@ class Experiment:
         self.config = config or settings.config
         if not any(self.config.epochs[1:]):
             checks.fail("train", "epochs", "at least 1 in stage 2 or 3, which learn the codebook", self.config.epochs)
+        if settings.stage_one is not None and (self.config.epochs[0] == 0 or settings.ablation == "unsupervised"):
+            checks.fail("train", "stage_one", "left out where stage 1 trains nothing", settings.stage_one)
         self.words = datasets.read_words(settings.words, self.items.classes)
         self.split: Split = split(
             settings.protocol,
@@ -43,18 +47,33 @@ class Experiment:
         self.R = min(PROTOCOLS[settings.protocol].R, len(self.split.database))
 
     def model(self) -> Model:
-        """The network before training."""
-        settings = self.settings
-        torch.manual_seed(self.config.seed)
+        """The network before training, or with `stage_one` before stage 2, on given features."""
+        settings, done = self.settings, self.stage_one
         assert settings.codewords is not None
-        return Model(
-            self._backbone(),
-            self.words,
-            dim=settings.dim,
-            codewords=settings.codewords,
-            levels=settings.levels,
-            ablation=settings.ablation,
-        )
+        if done is None:
+            return self._model(None, settings.codewords, settings.levels)
+        model = self._model(Given(done.items.x.shape[1]), settings.codewords, settings.levels)
+        assert model.head is not None
+        model.head.load_state_dict(done.head)
+        return model
+
+    def check(self) -> None:
+        """Makes the network, which raises an error if its settings are wrong."""
+        self._model(None, self.settings.codewords or 2, self.settings.levels)
+
+    @functools.cached_property
+    def stage_one(self) -> StageOne | None:
+        """Stage 1 in its own folder, trained unless it has been; None if all stages are trained in one run."""
+        if self.settings.stage_one is None:
+            return None
+        folder = Path(self.settings.stage_one)
+        return stage_one.stage_one(self._model(None, 2, 1), self.items, self.split.train, self.config, folder)
+
+    def _model(self, backbone: nn.Module | None, codewords: int, levels: int) -> Model:
+        torch.manual_seed(self.config.seed)
+        backbone = self._backbone() if backbone is None else backbone
+        sizes: dict[str, Any] = {"dim": self.settings.dim, "codewords": codewords, "levels": levels}
+        return Model(backbone, self.words, ablation=self.settings.ablation, **sizes)
 
     def _backbone(self) -> nn.Module:
         settings = self.settings
@@ -66,9 +85,21 @@ class Experiment:
 
     def train(self, folder: Path | None) -> tuple[Model, list[dict[str, float]]]:
         """The trained network and the losses of every epoch; resumes from a checkpoint in the folder."""
+        first = self.settings.stage_one
+        if folder is not None and first is not None and folder.resolve() == Path(first).resolve():
+            checks.fail("train", "stage_one", "another folder than that of the run", first)
         model = self.model()
-        history = train(model, self.items, self.split.train, self.config, folder=folder)
-        return model, history
+        history = self._train(model, folder)
+        return model, history if self.stage_one is None else self.stage_one.history + history
+
+    def _train(self, model: Model, folder: Path | None) -> list[dict[str, float]]:
+        config = self.config if self.stage_one is None else stage_one.later(self.config)
+        return train(model, self._inputs, self.split.train, config, folder=folder)
+
+    @property
+    def _inputs(self) -> Items:
+        """What `model` is given: the items, or their features after stage 1."""
+        return self.items if self.stage_one is None else self.stage_one.items
 
     def trained(self, folder: Path, quantizer: RecurrentQuantizer) -> Model:
         """The network of a finished training with its quantizer."""
@@ -79,20 +110,21 @@ class Experiment:
             return model.eval()
         if not (folder / CHECKPOINT).exists():
             raise FileNotFoundError(f"run: {folder / CHECKPOINT} does not exist, so the network is lost; train again.")
-        train(model, self.items, self.split.train, self.config, folder=folder)
+        self._train(model, folder)
         check_quantizer(model, quantizer, folder / CHECKPOINT)
         return model
 
     def features(self, model: Model, rows: Tensor) -> Tensor:
         """x [n, dim] of these rows."""
-        return features(model, self.items, rows, amp=self.config.amp, workers=self.config.workers)
+        return features(model, self._inputs, rows, amp=self.config.amp, workers=self.config.workers)
 
 
 class ItemSource:
-    """Vectors to encode: the features of items, computed by the network as they are read."""
+    """Vectors to encode: the features of items, computed by the network as they are read, or all at once."""
 
     def __init__(self, experiment: Experiment, model: Model, rows: Tensor) -> None:
         self.experiment, self.model, self.rows, self.dim = experiment, model, rows, model.quantizer.dim
+        self._all: Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -105,12 +137,20 @@ class ItemSource:
     def describe(experiment: Experiment) -> Any:
         """The identity of the items of an experiment, without a network; names of classes do not matter."""
         settings = dataclasses.asdict(experiment.settings)
-        del settings["classes"]
+        settings = {n: v for n, v in settings.items() if n != "classes" and (n not in NEW_SETTINGS or v is not None)}
         return settings | {"seed": experiment.config.seed, "files": _state(experiment.settings.data)}
 
     def read(self, first: int, last: int) -> Tensor:
         """Features [last - first, dim]."""
+        if self._all is not None:
+            return self._all[first:last]
         return self.experiment.features(self.model, self.rows[first:last])
+
+    def all(self) -> Tensor:
+        """Features [n, dim], computed once."""
+        if self._all is None:
+            self._all = self.experiment.features(self.model, self.rows)
+        return self._all
 
 
 def image_backbone(settings: Settings, weights: bool = True) -> nn.Module:

@@ -141,6 +141,10 @@ OF_FEATURES = ("labels", "hidden", "dropout")
 OF_IMAGES = ("root", "classes", "backbone", "size", "side", "freeze_norms", "augment")
 
 
+_PATHS = ("labels", "root", "classes", "words", "stage_one")
+NEW_SETTINGS: dict[str, Any] = {"classes": None, "stage_one": None}  # since 0.1.0, with values that change nothing
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """Data, protocol and network of an experiment; Config has the training.
@@ -150,7 +154,8 @@ class Settings:
     train, query: counts that replace the protocol's.
     backbone: "efficientnet-lite0" or a state dict file of AlexNet, for images of `size` pixels. hidden, dropout: of the
     layer above given features. metric: for ranking; by default "ip", as in the authors' code, and "l2" for the ablation
-    "unsupervised".
+    "unsupervised". stage_one: a folder for the network after stage 1 and its backbone's features of all items, on which
+    stages 2 and 3 train; runs with the same data, network and stage 1 share it.
     """
 
     data: tuple[str, ...]
@@ -170,6 +175,7 @@ class Settings:
     levels: int = 4
     ablation: str = "none"
     metric: str | None = None
+    stage_one: str | None = None
 
     def __post_init__(self) -> None:
         from .. import checks
@@ -179,7 +185,7 @@ class Settings:
         if not isinstance(data, (list, tuple)) or not data or not all(isinstance(path, (str, Path)) for path in data):
             checks.fail(op, "data", "the name of a folder or a file, or of several files", repr(data))
         object.__setattr__(self, "data", tuple(str(path) for path in data))  # a list from JSON becomes a tuple
-        for name in ("labels", "root", "classes", "words", "backbone"):
+        for name in (*_PATHS, "backbone"):
             value = getattr(self, name)
             if not isinstance(value, (str, Path)) and (value is not None or name == "backbone"):
                 checks.fail(op, name, "the name of a file", repr(value))
@@ -204,7 +210,7 @@ class Settings:
 
     def resolved(self) -> Settings:
         """The same settings with absolute paths, which stay valid in any working directory."""
-        names = {name: getattr(self, name) for name in ("labels", "root", "classes", "words")}
+        names = {name: getattr(self, name) for name in _PATHS}
         if self.backbone != "efficientnet-lite0":
             names["backbone"] = self.backbone
         paths: dict[str, Any] = {name: str(Path(path).resolve()) for name, path in names.items() if path}
@@ -213,7 +219,7 @@ class Settings:
     @classmethod
     def of_run(cls, config: dict[str, Any]) -> tuple[Settings, Config]:
         """Settings and training of a run, from the content of its config.json; KeyError if a setting is missing."""
-        config = {"classes": None} | config  # version 0.1.0 had no names of classes
+        config = NEW_SETTINGS | config
         return tuple(  # type: ignore[return-value]
             kind(**{field.name: config[field.name] for field in dataclasses.fields(kind)}) for kind in (cls, Config)
         )

@@ -298,20 +298,33 @@ class _Run:
 
 @torch.no_grad()
 def features(
-    model: Model, items: Items, rows: Tensor | None = None, *, batch: int = 256, workers: int = 0, amp: bool = False
+    model: Model,
+    items: Items,
+    rows: Tensor | None = None,
+    *,
+    batch: int = 256,
+    workers: int = 0,
+    amp: bool = False,
+    of_backbone: bool = False,
 ) -> Tensor:
-    """x [n, dim] in float32 of these rows, computed in eval mode with a progress bar; restores the model's mode."""
+    """x [n, dim] in float32 of these rows, computed in eval mode with a progress bar; restores the model's mode.
+
+    of_backbone: what the head would be given instead, [n, backbone.dim].
+    """
     rows = _rows("features", rows, len(items))
     checks.integer("features", "batch", batch, 1)
     checks.integer("features", "workers", workers, 0)
     training, device = model.training, model.words.device
     model.eval()
     try:
-        parts = [torch.empty(0, model.quantizer.dim, device=device)]
+        width: Any = model.backbone.dim if of_backbone else model.quantizer.dim
+        parts = [torch.empty(0, width, device=device)]
         with tqdm(total=len(rows), desc="features", unit="item", disable=None, leave=False) as bar:
             for chosen, inputs in _loaded(items, list(rows.split(batch)), workers):
                 with torch.autocast(device.type, torch.bfloat16, enabled=amp):
-                    parts.append(model.features(inputs.to(device)).x.float())
+                    inputs = inputs.to(device)
+                    x = model.backbone(inputs) if of_backbone else model.features(inputs).x
+                parts.append(x.float())
                 bar.update(len(chosen))
         x = torch.cat(parts)
         checks.finite("features", "x", x)
