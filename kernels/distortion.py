@@ -20,7 +20,6 @@ from .levels import (
     Levels,
     Scored,
     first_smallest,
-    full_float32,
     power_of_2,
     residual_scores,
 )
@@ -353,8 +352,7 @@ def distortion_backward(
         else:
             found = gradients_tiled(*inputs, levels.codes[rows], *upstream, NOISE, precision)
         totals.add(rows, found)
-        with full_float32():
-            totals.dgram.addmm_((found.deltas * found.kappa[:, None]).T, found.deltas)
+        totals.dgram.addmm_((found.deltas * found.kappa[:, None]).T, found.deltas)
     return totals.gradients()
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .levels import REBASE, TILE, LevelGradients, Levels, Scored, first_smallest, full_float32, residual_scores
+from .levels import REBASE, TILE, LevelGradients, Levels, Scored, first_smallest, residual_scores
 
 _ROWS = 16  # vectors per program
 
@@ -222,8 +222,7 @@ def levels_tiled(
         _run_level(h, codec, t, delta, norms, r, gamma, codes, t, delta, r, inner, m, precision, again=False)
         residuals[:, m] = r
         if errors:
-            with full_float32():
-                joint[:, m] = (delta * (delta @ codec.gram)).sum(dim=1)
+            joint[:, m] = (delta * (delta @ codec.gram)).sum(dim=1)
             soft[:, m] = r - 2 * inner + joint[:, m]
     return Levels(codes, residuals, soft, joint), delta
 
@@ -250,8 +249,7 @@ def gradients_tiled(
     for m in range(M):
         after = (t[m + 1], deltas[m + 1], r[m + 1], inner)
         _run_level(h, codec, t[m], deltas[m], norms, r[m], gamma, codes, *after, m, precision, again=True)
-    with full_float32():
-        products = deltas[1:] @ codec.gram if ddelta is None else deltas[1:]  # with ddelta kappa is 0
+    products = deltas[1:] @ codec.gram if ddelta is None else deltas[1:]  # with ddelta kappa is 0
     programs = triton.cdiv(N, _ROWS)
     a = torch.zeros_like(scores) if ddelta is None else ddelta.clone()
     dt, rho = torch.zeros_like(scores), torch.zeros_like(norms)

@@ -1,10 +1,12 @@
-"""Shared by the kernels of all operations: scores of the residual, argmin, and matrix products in full float32."""
+"""Shared by the kernels of all operations: scores of the residual, argmin, and products by torch.
+
+Callers switch autocast and TF32 off, so that torch multiplies float32 as float32.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -96,22 +98,10 @@ class LevelGradients(NamedTuple):
     dscale: Tensor  # [programs, M]        likewise
 
 
-@contextmanager
-def full_float32() -> Iterator[None]:
-    """A context in which torch multiplies matrices in full float32, without TF32 and autocast."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def gram(codebook: Tensor) -> Tensor:
     """The inner products [K, K] of codebook [K, D], in float32."""
     wide = codebook.float()
-    with full_float32():
-        return wide @ wide.T
+    return wide @ wide.T
 
 
 def padded(inner: Tensor, KP: int) -> Tensor:
@@ -141,8 +131,7 @@ class Scored:
 
     def scores(self, h: Tensor) -> Tensor:
         """h C^T [n, P] of h [n, D]."""
-        with full_float32():
-            return h @ self.codebook.T
+        return h @ self.codebook.T
 
 
 def power_of_2(count: int) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks
+from ... import checks, modes
 from ..types import Database, Lists, Parameters, SearchResult, Stored
 from . import inverted
 from .levels import decode, root, widened
@@ -73,7 +73,7 @@ def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Ten
     "l2" is the squared distance (less is better), "ip" the inner product, "cosine" the cosine (more is better).
     norms [N]: what `squared_norms` returns; computed if None. Codes [Q, N, L] are each query's own, with norms [Q, N].
     """
-    with torch.autocast(query.device.type, enabled=False):
+    with modes.precise(query.device.type):
         query, codebook, scale, offset, norms = widened(query, *codec.tensors(), norms)
         codes = numbers(codes)
         prepared = prepare(query, codebook, offset, metric)
@@ -162,7 +162,7 @@ def _ordered_sum(terms: Tensor) -> Tensor:
 
 def _search_lists(query: Tensor, database: Database, lists: Lists, k: int, probes: int | None) -> SearchResult:
     codec, metric = database.codec, database.metric
-    with torch.autocast(query.device.type, enabled=False):
+    with modes.precise(query.device.type):
         wide, codebook, _, offset, centroids = widened(query, *codec.tensors(), lists.centroids)
         prepared = prepare(wide, codebook, offset, metric)
         return search_given_lists(
@@ -202,7 +202,7 @@ def squared_norms(codes: Tensor, codec: Parameters, metric: str, lists: Lists | 
     With lists, xhat has the centroid of its list in it. A function of the codes (and their list) alone, added up in a
     fixed order, so that equal codes tie exactly.
     """
-    with torch.autocast(codec.codebook.device.type, enabled=False):
+    with modes.precise(codec.codebook.device.type):
         codebook, scale, offset = widened(*codec.tensors())
         shift, codes = (offset if metric == "cosine" else None), numbers(codes)
         if len(codebook) > _MAX_GRAM:
