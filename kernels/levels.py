@@ -69,6 +69,22 @@ def residual_scores(
 
 
 @triton.jit
+def residual_norm(x, codebook, scale, codes, n, live, D, M, levels, COLUMNS: tl.constexpr):
+    """r = ||x - sum_{i<levels} s_i C[b_i]||^2 [ROWS] of centred rows n of x, as `residual_scores` adds it up."""
+    r = tl.zeros((n.shape[0],), dtype=tl.float32)
+    for start in range(0, D, COLUMNS):
+        d = start + tl.arange(0, COLUMNS)
+        inside = live[:, None] & (d < D)[None, :]
+        h = tl.load(x + n[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        for i in range(levels):
+            b = tl.load(codes + n * M + i, mask=live, other=0).to(tl.int64)
+            word = tl.load(codebook + b[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            h -= tl.load(scale + i).to(tl.float32) * word
+        r += tl.sum(h * h, axis=1)
+    return r
+
+
+@triton.jit
 def first_smallest(key, k, K):
     """The smallest of key [ROWS, KP] and its first index, [ROWS] each; index 0 if all are NaN."""
     best = tl.min(key, axis=1)
