@@ -167,7 +167,7 @@ def encode_beam(
     codec, bases = Scored(apart, scale, G * P), [P * group for group in groups]
     for rows, h in codec.parts(x, offset, max(beam * P, codec.P)):
         found = _encode_part(h, codec, K, P, bases, beam, omega.float(), still_to_come.float(), precision)
-        codes[rows] = (found - torch.tensor(bases, dtype=found.dtype, device=found.device)).to(codes.dtype)
+        codes[rows] = found if G == 1 else found % P
     return codes
 
 

@@ -155,11 +155,18 @@ def encode_tiled_kernel(
 
 
 def encode(
-    x: Tensor, codebook: Tensor, scale: Tensor, *, offset: Tensor | None = None, precision: str = "tf32x3"
+    x: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    precision: str = "tf32x3",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Greedy codes [N, M] of x [N, D], uint8 for K <= 256, else int32; precision is "tf32x3" or "ieee"."""
+    """Greedy codes [N, M] of x [N, D], by default uint8 for K <= 256, else int32; precision: "tf32x3" or "ieee"."""
     (N, D), K, M = x.shape, len(codebook), len(scale)
-    codes = torch.empty(N, M, dtype=torch.uint8 if K <= 256 else torch.int32, device=x.device)
+    dtype = dtype or (torch.uint8 if K <= 256 else torch.int32)
+    codes = torch.empty(N, M, dtype=dtype, device=x.device)
     if N == 0:
         return codes
     if K > MAX_ON_CHIP:

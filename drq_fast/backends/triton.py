@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, modes
+from .. import checks, devices, modes
 from ..kernels import beam as beams
 from ..kernels import decode as decoding
 from ..kernels import distortion as kernels
@@ -78,18 +78,18 @@ def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Ten
         if beam == 1:
             return _encode_greedy(x, codec, _precision("encode"))
         options = {"offset": offset, "groups": codec.groups, "precision": _precision("encode")}
-        omega = torch.ones(len(scale), device=x.device) if omega is None else omega
+        omega = devices.tensor_of((1.0,) * len(scale), torch.float32, x.device) if omega is None else omega
         later = definition.still_to_come(omega)
         return beams.encode_beam(x, codebook, scale, beam=beam, omega=omega, still_to_come=later, **options)
 
 
-def _encode_greedy(x: Tensor, codec: Parameters, precision: str) -> Tensor:
+def _encode_greedy(x: Tensor, codec: Parameters, precision: str, dtype: torch.dtype | None = None) -> Tensor:
     codebook, scale, offset = codec.tensors()
     if codec.shared:
-        return encoding.encode(x, codebook, scale, offset=offset, precision=precision)
+        return encoding.encode(x, codebook, scale, offset=offset, precision=precision, dtype=dtype)
 
     def encode_group(h: Tensor, group: Parameters) -> Tensor:
-        return encoding.encode(h, group.codebook, group.scale, precision=precision)
+        return encoding.encode(h, group.codebook, group.scale, precision=precision, dtype=dtype)
 
     return definition.encode_by_groups(centred(x, offset), codec, encode_group)
 
@@ -118,7 +118,9 @@ def _on(tensor: Tensor) -> Iterator[None]:
 
 
 def _sharpness(gamma: float | Tensor, x: Tensor) -> Tensor:
-    return torch.as_tensor(gamma, dtype=torch.float32, device=x.device).reshape(1)
+    if not isinstance(gamma, Tensor):
+        gamma = devices.tensor_of(float(gamma), torch.float32, x.device)
+    return gamma.to(x.device, torch.float32).reshape(1)
 
 
 def _precision(op: str) -> str:
@@ -209,18 +211,21 @@ class _SquaredErrors(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """(errors [N, M], codes [N, M] int64)."""
         codec = Parameters(codebook, scale, offset, groups)
-        codes = _encode_greedy(x, codec, precision).long()
+        codes = _encode_greedy(x, codec, precision, torch.int64)
         chosen = codec.rows(codes)
         errors = squared.squared_errors(x, codebook, scale, offset, chosen)
         ctx.save_for_backward(x, codebook, scale, offset, chosen)
         ctx.commitment = commitment
         ctx.mark_non_differentiable(codes)
+        ctx.set_materialize_grads(False)  # no zeros for the codes
         return errors.mul_(1 + commitment), codes
 
     @staticmethod
-    def backward(ctx: Any, derrors: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, derrors: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of x, codebook, scale and offset."""
         refuse_second_derivatives("squared_errors", "triton")
+        if derrors is None:
+            return (None,) * 7
         x, codebook, scale, offset, chosen = ctx.saved_tensors
         with _on(x):
             by_row, dcodebook, dscale = squared.squared_errors_backward(x, codebook, scale, offset, chosen, derrors)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ... import modes
+from ... import devices, modes
 from ..torch import inverted
 from ..types import Lists, Parameters
 from .encode import gram
@@ -14,7 +14,8 @@ from .extension import floats, native, pointer
 
 def bases_of(codec: Parameters) -> Tensor:
     """[M] int64: the row of the codebook where the codewords of each level begin."""
-    return codec.codewords * torch.tensor(codec.groups, device=codec.device)
+    bases = tuple(codec.codewords * group for group in codec.groups)
+    return devices.tensor_of(bases, torch.int64, codec.device)
 
 
 class Inner:

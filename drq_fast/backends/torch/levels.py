@@ -252,7 +252,7 @@ def _encode_beam(h: Tensor, codec: Parameters, beam: int, omega: Tensor | None) 
 
 def still_to_come(omega: Tensor) -> Tensor:
     """[M]: a path in a beam pays what its finished levels cost, plus its present error times this."""
-    return omega.flip(0).cumsum(0).flip(0).clamp_min(FLOOR * float(omega.sum()))
+    return torch.maximum(omega.flip(0).cumsum(0).flip(0), FLOOR * omega.sum())
 
 
 def _centred(x: Tensor, codec: Parameters) -> tuple[Tensor, Parameters]:
