@@ -57,7 +57,7 @@ def beam_errors_kernel(
     small = (r < tl.load(norms + n, mask=live, other=0.0) * REBASE) & (m > 0)
     if tl.max(small.to(tl.int32), axis=0) > 0:
         fresh, fresh_r = residual_scores(
-            x, x, codebook, scale, codes, n, path, live, k, T, D, M, m, False, False, COLUMNS, PRECISION
+            x, x, codebook, scale, codes, n, path, live, k, T, D, M, m, False, COLUMNS, PRECISION
         )
         t = tl.where(small[:, None], fresh, t)
         r = tl.where(small, fresh_r, r)

@@ -82,9 +82,7 @@ def _rebase(
     r = tl.zeros((n.shape[0],), dtype=tl.float32)
     for first in range(0, KP, TILE):
         k = first + tl.arange(0, TILE)
-        t, r = residual_scores(
-            x, x, codebook, scale, codes, n, n, live, k, K, D, M, levels, False, False, COLUMNS, PRECISION
-        )
+        t, r = residual_scores(x, x, codebook, scale, codes, n, n, live, k, K, D, M, levels, False, COLUMNS, PRECISION)
         tl.store(out + n[:, None] * KP + k[None, :], t, mask=live[:, None])
     return r
 

@@ -106,7 +106,7 @@ def level_kernel(
         now -= s * tl.load(gram + b[:, None].to(tl.int64) * P + k[None, :])
         if rebase:
             fresh, _fresh_r = residual_scores(
-                x, x, codebook, scale, codes, n, n, live, k, K, D, M, m + 1, False, False, COLUMNS, PRECISION
+                x, x, codebook, scale, codes, n, n, live, k, K, D, M, m + 1, False, COLUMNS, PRECISION
             )
             now = tl.where(small[:, None], fresh, now)
         product += tl.sum(sums * now, axis=1)

@@ -25,7 +25,7 @@ BUDGET = {
     "beam_select": (255, 16384),
     "beam_select small": (184, 16384),
     "distortion": (192, 6144),
-    "distortion exact": (208, 6144),
+    "distortion exact": (224, 6144),
     "distortion again": (176, 6144),
     "quantize": (184, 6144),
     "quantize_backward": (255, 6144),
