@@ -171,7 +171,8 @@ def level_numbers(op: str, value: Any, M: int, shape: torch.Size, device: torch.
     lengths = integers(op, "levels", value)
     if lengths.shape != shape or lengths.device != device:
         fail(op, "levels", f"[{', '.join(map(str, shape))}] on {device}", f"{shape_of(lengths)} on {lengths.device}")
-    if lengths.numel() and not torch.compiler.is_compiling():
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()  # a CUDA graph cannot be read
+    if lengths.numel() and not captured and not torch.compiler.is_compiling():
         low, high = (int(bound) for bound in torch.aminmax(lengths))
         if low < 1 or high > M:
             fail(op, "levels", f"in 1..{M}", f"values from {low} to {high}")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from . import checks, files, functional, modes
+from . import checks, devices, files, functional, modes
 from .backends.torch import code_dtype
 from .backends.types import Parameters
 from .codes import bits
@@ -204,16 +204,15 @@ def encode(
     step = max(1, _BLOCK // (D * beam))
 
     def found(some: Tensor) -> Tensor:
-        some = some.to(device, dtype)
         return functional.encode_checked(directions(some) if unit else some, codec, beam, omega)
 
     with torch.no_grad():
         if len(rows) <= step:
-            codes = found(rows)
+            codes = found(rows.to(device, dtype))
         else:
             codes = torch.empty(len(rows), M, dtype=code_dtype(K), device=device)
             with tqdm(total=len(rows), desc="encode", unit="vectors", delay=2, disable=None, leave=False) as bar:
-                for part, out in zip(rows.split(step), codes.split(step), strict=True):
+                for part, out in zip(devices.moved(rows.split(step), device, dtype), codes.split(step), strict=True):
                     out.copy_(found(part))
                     bar.update(len(part))
     return checks.in_kind(codes.reshape(*values.shape[:-1], M), x)

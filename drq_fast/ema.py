@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import functional, ranks
+from . import devices, functional, ranks
 from .backends.types import Parameters, powers_of
 
 _RATE = 0.1  # of a batch in the averages, at most
@@ -130,7 +130,7 @@ def _average(before: Tensor, new: Tensor, rate: Tensor) -> Tensor:
 
 def shared_factor(scale: Tensor, powers: tuple[int, ...]) -> Tensor:
     """The w whose powers [L], not all 0, are nearest to scale [L] in the logarithm; w has the sign of a factor w**1."""
-    p = torch.tensor(powers, device=scale.device)
+    p = devices.tensor_of(powers, torch.int64, scale.device)
     logs = scale.abs().clamp_min(torch.finfo(scale.dtype).tiny).log()
     return torch.copysign(torch.exp((p * logs).sum() / p.square().sum()), scale[powers.index(1)])
 

@@ -14,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import backends, checks, modes
+from . import backends, checks, devices, modes
 from .backends.types import CodewordSums, Database, Distortion, Loss, Parameters, Quantized, SearchResult, SquaredErrors
 
 __all__ = [
@@ -336,4 +336,4 @@ def _few_rows(x: Tensor, codec: Parameters) -> bool:
 
 
 def _as_floats(values: Sequence[float] | None, device: torch.device) -> Tensor | None:
-    return None if values is None else torch.tensor(values, dtype=torch.float32, device=device)
+    return None if values is None else devices.tensor_of(tuple(values), torch.float32, device)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import functional
+from . import devices, functional
 from .backends.types import Loss, Parameters
 
 REDUCTIONS = {"squared": ("mean", "row", "level"), "paper": ("mean", "row")}  # by loss
@@ -33,13 +33,20 @@ def squared(batch: Batch, errors: Tensor, omega: Sequence[float] | None, reducti
     all alike. reduction: "mean" gives a scalar, "row" the loss of each vector [N], "level" that of each level [M], not
     weighted.
     """
-    errors = errors / batch.x.shape[1]
+    D = batch.x.shape[1]
     if reduction == "level":
         counts = level_weights(batch, None, errors).expand_as(errors)
-        return _sum(errors * counts) / _sum(counts).clamp_min(1)
+        return _sum(errors / D * counts) / _sum(counts).clamp_min(1)
+    if batch.whole():  # then the share of each level is known here
+        omega = (1.0,) * errors.shape[1] if omega is None else omega
+        shares = tuple(weight / (sum(omega) * D) for weight in omega)
+        shared = errors * devices.tensor_of(shares, errors.dtype, errors.device)
+        if reduction == "row":
+            return shared.sum(dim=1)
+        return shared.sum(dtype=torch.float64).to(errors.dtype) / torch.sym_max(len(errors), 1)
     weights = level_weights(batch, omega, errors)
     total = weights.sum(dim=-1)
-    return _reduced((errors * weights).sum(dim=1) / torch.where(total > 0, total, 1), batch, reduction)
+    return _reduced((errors / D * weights).sum(dim=1) / torch.where(total > 0, total, 1), batch, reduction)
 
 
 def distance(batch: Batch, squares: Tensor, omega: Sequence[float] | None) -> Tensor:
@@ -59,7 +66,7 @@ class Pulled(torch.autograd.Function):
     @staticmethod
     def forward(hard: Tensor, through: Tensor, distance: Tensor, pull: float) -> Tensor:
         """The values of hard; not finite where `through` is not."""
-        return hard + (through - through)
+        return torch.add(hard, through, alpha=0)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, float], output: Tensor) -> None:
@@ -99,7 +106,8 @@ def paper(
 
 def level_weights(batch: Batch, omega: Sequence[float] | None, errors: Tensor) -> Tensor:
     """omega [M], or [N, M] with 0 for levels and vectors that do not count."""
-    weights = errors.new_ones(errors.shape[1]) if omega is None else errors.new_tensor(omega)
+    levels = (1.0,) * errors.shape[1] if omega is None else tuple(omega)
+    weights = devices.tensor_of(levels, errors.dtype, errors.device)
     if batch.lengths is not None:
         weights = weights * (torch.arange(errors.shape[1], device=errors.device) < batch.lengths[:, None])
     return weights if batch.mask is None else weights * batch.mask[:, None]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import checks, ema
+from . import checks, devices, ema
 from .backends.types import Parameters, powers_of
 
 _AVERAGES = ("codebook", "w", "free_scale", "offset")  # what update="ema" changes, as far as the layer has it
@@ -78,7 +78,7 @@ class LayerParameters(nn.Module):
     def scale(self) -> Tensor:
         """The factor of each level, [levels]."""
         if self.w is not None:
-            return self.w ** torch.tensor(self.powers, device=self.w.device)
+            return self.w ** devices.tensor_of(self.powers, torch.int64, self.w.device)
         assert self.free_scale is not None
         free, one = iter(self.free_scale.split(1)), self.free_scale.new_ones(1)
         return torch.cat([next(free) if power else one for power in self.powers])

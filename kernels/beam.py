@@ -57,7 +57,7 @@ def beam_errors_kernel(
     small = (r < tl.load(norms + n, mask=live, other=0.0) * REBASE) & (m > 0)
     if tl.max(small.to(tl.int32), axis=0) > 0:
         fresh, fresh_r = residual_scores(
-            x, x, codebook, scale, codes, n, path, live, k, T, D, M, m, False, False, COLUMNS, PRECISION
+            x, x, codebook, scale, codes, n, path, live, k, T, D, M, m, False, COLUMNS, PRECISION
         )
         t = tl.where(small[:, None], fresh, t)
         r = tl.where(small, fresh_r, r)
@@ -167,7 +167,7 @@ def encode_beam(
     codec, bases = Scored(apart, scale, G * P), [P * group for group in groups]
     for rows, h in codec.parts(x, offset, max(beam * P, codec.P)):
         found = _encode_part(h, codec, K, P, bases, beam, omega.float(), still_to_come.float(), precision)
-        codes[rows] = (found - torch.tensor(bases, dtype=found.dtype, device=found.device)).to(codes.dtype)
+        codes[rows] = found if G == 1 else found % P
     return codes
 
 

@@ -20,7 +20,6 @@ from .levels import (
     Levels,
     Scored,
     first_smallest,
-    full_float32,
     power_of_2,
     residual_scores,
 )
@@ -83,19 +82,18 @@ def _rebase(
     r = tl.zeros((n.shape[0],), dtype=tl.float32)
     for first in range(0, KP, TILE):
         k = first + tl.arange(0, TILE)
-        t, r = residual_scores(
-            x, x, codebook, scale, codes, n, n, live, k, K, D, M, levels, False, False, COLUMNS, PRECISION
-        )
+        t, r = residual_scores(x, x, codebook, scale, codes, n, n, live, k, K, D, M, levels, False, COLUMNS, PRECISION)
         tl.store(out + n[:, None] * KP + k[None, :], t, mask=live[:, None])
     return r
 
 
 @triton.jit
-def _soft_choice(key, r, smallest, gamma, inside):
-    """p = softmax(-gamma d) [ROWS, KP] and d = sqrt(r + key), given the smallest key."""
-    nearest = tl.sqrt(tl.maximum(r + smallest, 0.0))
-    distance = tl.sqrt(tl.maximum(r[:, None] + key, 0.0))
-    weight = tl.where(inside[None, :], tl.exp(-gamma * (distance - nearest[:, None])), 0.0)
+def _soft_choice(t, r, after, hot, k, s, diagonal, gamma, inside):
+    """p = softmax(-gamma d) [ROWS, KP] and d from scores t, r = r_m and after = r_{m+1}, the square of d[b]."""
+    nearest = tl.sqrt(tl.maximum(after, 0.0))[:, None]  # perhaps of the vector itself; no other distance is less
+    key = (s * s * tl.load(diagonal + k))[None, :] - 2 * s * t
+    distance = tl.where(hot, nearest, tl.maximum(tl.sqrt(tl.maximum(r[:, None] + key, 0.0)), nearest))
+    weight = tl.where(inside[None, :], tl.exp(-gamma * (distance - nearest)), 0.0)
     return weight / tl.sum(weight, axis=1)[:, None], distance
 
 
@@ -128,12 +126,12 @@ def distortion_kernel(
     COLUMNS: tl.constexpr,
 ):
     """Math:     b_m, p_m, r_{m+1}, J_m = Delta_m G Delta_m^T and (E_s^m)^2 = r_{m+1} - 2 <Delta_m, t_{m+1}> + J_m,
-              docs/math.md section 3. AGAIN: codes are given, and only Delta_m and t_M are computed. Without ERRORS:
+              docs/math.md section 3. AGAIN: codes are given, and only Delta_m is computed. Without ERRORS:
               only codes, r_{m+1} and the last Delta
     Tiling:   one program owns ROWS vectors, all their scores and all M levels, and computes Delta G
     Memory:   reads the scores once and G once per level (from L2); threads exchange numbers through delta [N, KP] and,
               for recomputed rows, scratch; writes codes and three numbers per level.
-              AGAIN: also reads codes, replaces scores by t_M, writes delta [N, M, KP]
+              AGAIN: also reads codes, writes delta [N, M, KP]
     Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r are recomputed from
               x - xhat
     """
@@ -157,24 +155,26 @@ def distortion_kernel(
         if AGAIN:
             b = tl.load(codes + n * M + m, mask=live, other=0).to(tl.int32)
             best = tl.sum(tl.where(k[None, :] == b[:, None], key, 0.0), axis=1)
-            smallest = tl.min(key, axis=1)  # can differ from `best`: scores may be rounded differently
         else:
             best, b = first_smallest(key, k, K)
-            smallest = best
             tl.store(codes + n * M + m, b.to(tl.int64), mask=live)
-        p, _ = _soft_choice(key, r, smallest, sharpness, inside)
-        total += s * (p - (k[None, :] == b[:, None]).to(tl.float32))
-        tl.store(delta + (n * stride + m * step)[:, None] * KP + k[None, :], total, mask=live[:, None])
-        r += best
-        t -= s * tl.load(gram + b[:, None] * KP + k[None, :])
-        tl.debug_barrier()  # codes and Delta are visible to all threads of this program
-        small = r < norm * REBASE
-        if tl.max(small.to(tl.int32), axis=0) > 0:
+            tl.debug_barrier()  # codes are visible to all threads of this program
+        hot = k[None, :] == b[:, None]
+        after = r + best
+        small = after < norm * REBASE
+        rebase = tl.max(small.to(tl.int32), axis=0) > 0
+        if rebase:
             fresh_r = _rebase(x, codebook, scale, codes, scratch, n, live, K, D, M, m + 1, KP, TILE, COLUMNS, PRECISION)
-            tl.debug_barrier()
+            after = tl.where(small, fresh_r, after)
+        p, _ = _soft_choice(t, r, after, hot, k, s, diagonal, sharpness, inside)
+        total += s * (p - hot.to(tl.float32))
+        tl.store(delta + (n * stride + m * step)[:, None] * KP + k[None, :], total, mask=live[:, None])
+        r = after
+        t -= s * tl.load(gram + b[:, None] * KP + k[None, :])
+        tl.debug_barrier()  # Delta and recomputed scores are visible to all threads of this program
+        if rebase:
             fresh = tl.load(scratch + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
             t = tl.where(small[:, None], fresh, t)
-            r = tl.where(small, fresh_r, r)
         if not AGAIN:
             tl.store(residuals + n * M + m, r, mask=live)
         if ERRORS:
@@ -182,8 +182,6 @@ def distortion_kernel(
             tl.store(joint + n * M + m, squared, mask=live)
             tl.store(soft + n * M + m, r - 2 * tl.sum(total * t, axis=1) + squared, mask=live)
         tl.debug_barrier()  # all threads have read what this level wrote
-    if AGAIN:
-        tl.store(scores + n[:, None] * KP + k[None, :], t, mask=live[:, None])
 
 
 @triton.jit
@@ -194,10 +192,39 @@ def _residual_at(residuals, norm, n, live, M, m):
 
 
 @triton.jit
-def _soft_choice_at(t, r, k, s, diagonal, gamma, inside):
-    """p and d of `_soft_choice` from scores t."""
-    key = tl.where(inside, s * s * tl.load(diagonal + k), float("inf"))[None, :] - 2 * s * t
-    return _soft_choice(key, r, tl.min(key, axis=1), gamma, inside)
+def _scores_at(
+    x,
+    codebook,
+    scores,
+    gram,
+    scale,
+    codes,
+    scratch,
+    n,
+    k,
+    live,
+    small,
+    K,
+    D,
+    M,
+    m,
+    KP: tl.constexpr,
+    TILE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """t_m [ROWS, KP], from x - xhat where `small`. All threads must have read what they need of scratch [N, KP]."""
+    t = tl.load(scores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
+    for i in range(m):
+        before = tl.load(codes + n * M + i, mask=live, other=0).to(tl.int32)
+        t -= tl.load(scale + i) * tl.load(gram + before[:, None] * KP + k[None, :])
+    if tl.max(small.to(tl.int32), axis=0) > 0:
+        _rebase(x, codebook, scale, codes, scratch, n, live, K, D, M, m, KP, TILE, COLUMNS, PRECISION)
+        tl.debug_barrier()
+        fresh = tl.load(scratch + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
+        t = tl.where(small[:, None], fresh, t)
+        tl.debug_barrier()
+    return t
 
 
 @triton.jit(do_not_specialize=["N"])
@@ -215,7 +242,6 @@ def distortion_backward_kernel(
     alpha,
     kappa,
     eta,
-    last_scores,
     deltas,
     dt_out,
     dscores,
@@ -237,7 +263,7 @@ def distortion_backward_kernel(
     """Math:     the recursion at the end of docs/math.md section 3; alpha, kappa and eta [N, M] are dL/d(E_s^m)^2, that
               plus dL/dJ_m, and dL/dr_{m+1}. Without ERRORS they are 0, and dscores holds dL/dDelta_{M-1} at first
     Tiling:   one program owns ROWS vectors, all their scores and all M levels, from the last to the first
-    Memory:   reads scores, t_M, deltas [N, M, KP], and G once per level (from L2); writes dscores, dnorms, and -s_m
+    Memory:   reads scores, deltas [N, M, KP], and G once per level (from L2); writes dscores, dnorms, and -s_m
               dL/dt_{m+1} [N, M, KP] for scatter_kernel
     Numerics: float32; sums over the program's rows go to its own row of ddiagonal [programs, KP] and dscale
               [programs, M], which are added in order: no atomics
@@ -246,12 +272,7 @@ def distortion_backward_kernel(
     first = program * ROWS
     x, scores, norms, dnorms = x + first * D, scores + first * KP, norms + first, dnorms + first
     codes, residuals, alpha = codes + first * M, residuals + first * M, alpha + first * M
-    kappa, eta, last_scores, dscores = (
-        kappa + first * M,
-        eta + first * M,
-        last_scores + first * KP,
-        dscores + first * KP,
-    )
+    kappa, eta, dscores = kappa + first * M, eta + first * M, dscores + first * KP
     deltas, dt_out = deltas + first * M * KP, dt_out + first * M * KP
     n = tl.arange(0, ROWS)  # [ROWS], from the first of this program
     k = tl.arange(0, KP)  # [KP]
@@ -259,10 +280,15 @@ def distortion_backward_kernel(
     sharpness = tl.load(gamma)
     norm = tl.load(norms + n, mask=live, other=0.0)
 
-    t = tl.load(last_scores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)  # [ROWS, KP], t_M
     a = tl.zeros((ROWS, KP), dtype=tl.float32)  # dL/dDelta
     if not ERRORS:
         a = tl.load(dscores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
+        tl.debug_barrier()  # dscores is overwritten from here on
+    after = _residual_at(residuals, norm, n, live, M, M)  # r_{m+1}
+    small = after < norm * REBASE
+    t = _scores_at(
+        x, codebook, scores, gram, scale, codes, dscores, n, k, live, small, K, D, M, M, KP, TILE, COLUMNS, PRECISION
+    )  # [ROWS, KP], t_{m+1}
     dt = tl.zeros((ROWS, KP), dtype=tl.float32)
     rho = tl.zeros((ROWS,), dtype=tl.float32)  # dL/dr
     of_diagonal = tl.zeros((KP,), dtype=tl.float32)
@@ -281,29 +307,42 @@ def distortion_backward_kernel(
             rho += by_soft + tl.load(eta + n * M + m, mask=live, other=0.0)
         tl.store(dt_out + here, -s * dt, mask=live[:, None])
         b = tl.load(codes + n * M + m, mask=live, other=0).to(tl.int32)
+        hot = k[None, :] == b[:, None]
         ds = -tl.sum(dt * tl.load(gram + b[:, None] * KP + k[None, :]), axis=1)
+        left = tl.sum(tl.where(hot, t, 0.0), axis=1)  # t_{m+1}[b] = t_m[b] - s G[b, b], which would cancel
 
         r = _residual_at(residuals, norm, n, live, M, m)
-        t = tl.load(scores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
-        for i in range(m):
-            before = tl.load(codes + n * M + i, mask=live, other=0).to(tl.int32)
-            t -= tl.load(scale + i) * tl.load(gram + before[:, None] * KP + k[None, :])
         small = (r < norm * REBASE) & (m > 0)
         tl.debug_barrier()  # all threads have read the product
-        if tl.max(small.to(tl.int32), axis=0) > 0:
-            _rebase(x, codebook, scale, codes, dscores, n, live, K, D, M, m, KP, TILE, COLUMNS, PRECISION)
-            tl.debug_barrier()
-            fresh = tl.load(dscores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
-            t = tl.where(small[:, None], fresh, t)
-            tl.debug_barrier()
-        p, distance = _soft_choice_at(t, r, k, s, diagonal, sharpness, inside)
-        hot = k[None, :] == b[:, None]
+        t = _scores_at(
+            x,
+            codebook,
+            scores,
+            gram,
+            scale,
+            codes,
+            dscores,
+            n,
+            k,
+            live,
+            small,
+            K,
+            D,
+            M,
+            m,
+            KP,
+            TILE,
+            COLUMNS,
+            PRECISION,
+        )
+        p, distance = _soft_choice(t, r, after, hot, k, s, diagonal, sharpness, inside)
+        after = r
         mean = tl.sum(p * a, axis=1)
-        ds += mean - tl.sum(tl.where(hot, a, 0.0), axis=1)
+        ds += tl.sum((p - hot.to(tl.float32)) * a, axis=1)
         far = (distance > tl.sqrt(norm * NOISE)[:, None]) & inside[None, :]
         q = tl.where(far, -0.5 * sharpness * s * p * (a - mean[:, None]) / tl.where(far, distance, 1.0), 0.0)
         q += tl.where(hot, rho[:, None], 0.0)
-        ds += 2 * tl.sum(q * ((s * tl.load(diagonal + k))[None, :] - t), axis=1)
+        ds += 2 * tl.sum(q * tl.where(hot, -left[:, None], (s * tl.load(diagonal + k))[None, :] - t), axis=1)
         tl.store(dscale + program * M + m, tl.sum(tl.where(live, ds, 0.0), axis=0))
         of_diagonal += s * s * tl.sum(tl.where(live[:, None], q, 0.0), axis=0)
         dt -= 2 * s * q
@@ -353,8 +392,7 @@ def distortion_backward(
         else:
             found = gradients_tiled(*inputs, levels.codes[rows], *upstream, NOISE, precision)
         totals.add(rows, found)
-        with full_float32():
-            totals.dgram.addmm_((found.deltas * found.kappa[:, None]).T, found.deltas)
+        totals.dgram.addmm_((found.deltas * found.kappa[:, None]).T, found.deltas)
     return totals.gradients()
 
 
@@ -386,12 +424,11 @@ def gradients(
     errors = not isinstance(upstream, Tensor)
     alpha, kappa, eta = (upstream,) * 3 if isinstance(upstream, Tensor) else upstream
     dscores = torch.empty_like(scores) if errors else alpha.clone()
-    last_scores, dnorms = scores, torch.empty_like(norms)
+    dnorms = torch.empty_like(norms)
     deltas, moved = h.new_empty(2, N * M, P)
     if errors:
-        last_scores = scores.clone()
         flags = {"AGAIN": True, "ERRORS": False}
-        _launch_levels(h, codec, last_scores, norms, gamma, deltas, dscores, levels, precision, flags)
+        _launch_levels(h, codec, scores, norms, gamma, deltas, dscores, levels, precision, flags)
     programs = triton.cdiv(N, _ROWS)
     ddiagonal, dscale = h.new_empty(programs, P), h.new_empty(programs, M)
     distortion_backward_kernel[(programs,)](
@@ -408,7 +445,6 @@ def gradients(
         alpha,
         kappa,
         eta,
-        last_scores,
         deltas,
         moved,
         dscores,

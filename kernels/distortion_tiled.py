@@ -9,9 +9,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .levels import REBASE, TILE, LevelGradients, Levels, Scored, first_smallest, full_float32, residual_scores
+from .levels import REBASE, TILE, LevelGradients, Levels, Scored, first_smallest, residual_norm, residual_scores
 
 _ROWS = 16  # vectors per program
+
+
+@triton.jit
+def _soft_weight(t, r, after, b, k, K, s, diagonal, gamma):
+    """exp(-gamma (d - d[b])) and d [ROWS, TILE] from scores t, r = r_m and after = r_{m+1}, the square of d[b]."""
+    nearest = tl.sqrt(tl.maximum(after, 0.0))[:, None]  # perhaps of the vector itself; no other distance is less
+    key = (s * s * diagonal)[None, :] - 2 * s * t
+    distance = tl.maximum(tl.sqrt(tl.maximum(r[:, None] + key, 0.0)), nearest)
+    distance = tl.where(k[None, :] == b[:, None], nearest, distance)
+    return tl.where((k < K)[None, :], tl.exp(-gamma * (distance - nearest)), 0.0), distance
 
 
 @triton.jit(do_not_specialize=["N", "m"])
@@ -45,8 +55,9 @@ def level_kernel(
 ):
     """Math:     one level: b_m, p_m, Delta_m, t_{m+1}, r_{m+1} and <Delta_m, t_{m+1}>, docs/math.md section 3. AGAIN:
               b_m is given
-    Tiling:   one program owns ROWS vectors and loops twice over their P scores, TILE at a time
-    Memory:   reads t [N, P] twice and delta [N, P] once, writes t_{m+1} and Delta_m, possibly in place
+    Tiling:   one program owns ROWS vectors and loops three times over their P scores, TILE at a time
+    Memory:   reads t [N, P] three times, twice from L2, and delta [N, P] once, writes t_{m+1} and Delta_m, possibly in
+              place
     Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r are recomputed from
               x - xhat
     """
@@ -57,48 +68,47 @@ def level_kernel(
     norm = tl.load(norms + n, mask=live, other=0.0)
     squared = tl.load(r + n, mask=live, other=0.0)
     best = tl.full((ROWS,), float("inf"), dtype=tl.float32)
-    nearest = tl.full((ROWS,), float("inf"), dtype=tl.float32)
-    total = tl.zeros((ROWS,), dtype=tl.float32)  # of exp(-gamma (d - nearest))
     b = tl.zeros((ROWS,), dtype=tl.int32)
-    for start in range(0, P, TILE):
-        k = start + tl.arange(0, TILE)  # [TILE]
-        now = tl.load(t + n[:, None] * P + k[None, :], mask=live[:, None], other=0.0)  # [ROWS, TILE]
-        key = tl.where(k < K, s * s * tl.load(diagonal + k), float("inf"))[None, :] - 2 * s * now
-        tile_best, place = first_smallest(key, k, K)
-        b = tl.where(tile_best < best, place, b)
-        best = tl.where(tile_best < best, tile_best, best)
-        nearer = tl.sqrt(tl.maximum(squared + best, 0.0))
-        distance = tl.sqrt(tl.maximum(squared[:, None] + key, 0.0))
-        weight = tl.where((k < K)[None, :], tl.exp(-sharpness * (distance - nearer[:, None])), 0.0)
-        total = total * tl.exp(-sharpness * (nearest - nearer)) + tl.sum(weight, axis=1)
-        nearest = nearer
     if AGAIN:
         b = tl.load(codes + n * M + m, mask=live, other=0).to(tl.int32)
         chosen = tl.load(t + n * P + b, mask=live, other=0.0)
         best = s * s * tl.load(diagonal + b) - 2 * s * chosen
     else:
+        for start in range(0, P, TILE):
+            k = start + tl.arange(0, TILE)  # [TILE]
+            now = tl.load(t + n[:, None] * P + k[None, :], mask=live[:, None], other=0.0)  # [ROWS, TILE]
+            key = tl.where(k < K, s * s * tl.load(diagonal + k), float("inf"))[None, :] - 2 * s * now
+            tile_best, place = first_smallest(key, k, K)
+            b = tl.where(tile_best < best, place, b)
+            best = tl.where(tile_best < best, tile_best, best)
         tl.store(codes + n * M + m, b.to(tl.int64), mask=live)
         tl.debug_barrier()  # codes are visible to all threads of this program
     after = squared + best
     small = after < norm * REBASE
     rebase = tl.max(small.to(tl.int32), axis=0) > 0
+    if rebase:
+        fresh_r = residual_norm(x, codebook, scale, codes, n, live, D, M, m + 1, COLUMNS)
+        after = tl.where(small, fresh_r, after)
+    total = tl.zeros((ROWS,), dtype=tl.float32)  # of exp(-gamma (d - d[b]))
+    for start in range(0, P, TILE):
+        k = start + tl.arange(0, TILE)
+        now = tl.load(t + n[:, None] * P + k[None, :], mask=live[:, None], other=0.0)
+        weight, _distance = _soft_weight(now, squared, after, b, k, K, s, tl.load(diagonal + k), sharpness)
+        total += tl.sum(weight, axis=1)
     product = tl.zeros((ROWS,), dtype=tl.float32)
     for start in range(0, P, TILE):
         k = start + tl.arange(0, TILE)
         here = n[:, None] * P + k[None, :]
         now = tl.load(t + here, mask=live[:, None], other=0.0)
-        key = tl.where(k < K, s * s * tl.load(diagonal + k), float("inf"))[None, :] - 2 * s * now
-        distance = tl.sqrt(tl.maximum(squared[:, None] + key, 0.0))
-        weight = tl.where((k < K)[None, :], tl.exp(-sharpness * (distance - nearest[:, None])), 0.0)
+        weight, _distance = _soft_weight(now, squared, after, b, k, K, s, tl.load(diagonal + k), sharpness)
         change = weight / total[:, None] - (k[None, :] == b[:, None]).to(tl.float32)
         sums = tl.load(delta + here, mask=live[:, None], other=0.0) + s * change
         now -= s * tl.load(gram + b[:, None].to(tl.int64) * P + k[None, :])
         if rebase:
-            fresh, fresh_r = residual_scores(
-                x, x, codebook, scale, codes, n, n, live, k, K, D, M, m + 1, False, False, COLUMNS, PRECISION
+            fresh, _fresh_r = residual_scores(
+                x, x, codebook, scale, codes, n, n, live, k, K, D, M, m + 1, False, COLUMNS, PRECISION
             )
             now = tl.where(small[:, None], fresh, now)
-            after = tl.where(small, fresh_r, after)
         product += tl.sum(sums * now, axis=1)
         tl.store(next_t + here, now, mask=live[:, None])
         tl.store(next_delta + here, sums, mask=live[:, None])
@@ -114,6 +124,7 @@ def level_backward_kernel(
     product,
     norms,
     r,
+    next_r,
     gram,
     diagonal,
     scale,
@@ -151,8 +162,8 @@ def level_backward_kernel(
     sharpness = tl.load(gamma)
     b = tl.load(codes + n * M + m, mask=live, other=0).to(tl.int32)
     squared = tl.load(r + n, mask=live, other=0.0)
-    best = s * s * tl.load(diagonal + b) - 2 * s * tl.load(t + n * P + b, mask=live, other=0.0)
-    nearest = tl.sqrt(tl.maximum(squared + best, 0.0))
+    after = tl.load(next_r + n, mask=live, other=0.0)
+    left = tl.load(next_t + n * P + b, mask=live, other=0.0)  # t_m[b] - s G[b, b], which would cancel
     by_soft = tl.load(alpha + n * M + m, mask=live, other=0.0)
     by_joint = tl.load(kappa + n * M + m, mask=live, other=0.0)
     of_r = tl.load(rho + n, mask=live, other=0.0) + by_soft + tl.load(eta + n * M + m, mask=live, other=0.0)
@@ -174,10 +185,7 @@ def level_backward_kernel(
         ds -= tl.sum(of_t * tl.load(gram + b[:, None].to(tl.int64) * P + k[None, :]), axis=1)
         ds -= tl.sum(tl.where(hot, of_delta, 0.0), axis=1)
         now = tl.load(t + here, mask=live[:, None], other=0.0)
-        key = tl.where(k < K, s * s * tl.load(diagonal + k), float("inf"))[None, :] - 2 * s * now
-        distance = tl.sqrt(tl.maximum(squared[:, None] + key, 0.0))
-        beyond = tl.maximum(distance - nearest[:, None], 0.0)  # scores may be rounded differently than before
-        weight = tl.where((k < K)[None, :], tl.exp(-sharpness * beyond), 0.0)
+        weight, _distance = _soft_weight(now, squared, after, b, k, K, s, tl.load(diagonal + k), sharpness)
         total += tl.sum(weight, axis=1)
         mean += tl.sum(weight * of_delta, axis=1)
     mean /= total
@@ -190,16 +198,14 @@ def level_backward_kernel(
         here = n[:, None] * P + k[None, :]
         now = tl.load(t + here, mask=live[:, None], other=0.0)
         diag = tl.load(diagonal + k)
-        key = tl.where(k < K, s * s * diag, float("inf"))[None, :] - 2 * s * now
-        distance = tl.sqrt(tl.maximum(squared[:, None] + key, 0.0))
-        beyond = tl.maximum(distance - nearest[:, None], 0.0)
-        weight = tl.where((k < K)[None, :], tl.exp(-sharpness * beyond), 0.0)
+        hot = k[None, :] == b[:, None]
+        weight, distance = _soft_weight(now, squared, after, b, k, K, s, diag, sharpness)
         of_delta = tl.load(a + here, mask=live[:, None], other=0.0)
         far = (distance > near[:, None]) & (k < K)[None, :]
         slope = weight / total[:, None] * (of_delta - mean[:, None]) / tl.where(far, distance, 1.0)
-        q = tl.where(far, -0.5 * sharpness * s * slope, 0.0) + tl.where(k[None, :] == b[:, None], of_r[:, None], 0.0)
+        q = tl.where(far, -0.5 * sharpness * s * slope, 0.0) + tl.where(hot, of_r[:, None], 0.0)
         q = tl.where(live[:, None], q, 0.0)
-        ds += 2 * tl.sum(q * (s * diag[None, :] - now), axis=1)
+        ds += 2 * tl.sum(q * tl.where(hot, -left[:, None], s * diag[None, :] - now), axis=1)
         of_before += tl.sum(q, axis=1)
         of_diagonal = tl.load(ddiagonal + program * P + k) + s * s * tl.sum(q, axis=0)
         tl.store(ddiagonal + program * P + k, of_diagonal)
@@ -222,8 +228,7 @@ def levels_tiled(
         _run_level(h, codec, t, delta, norms, r, gamma, codes, t, delta, r, inner, m, precision, again=False)
         residuals[:, m] = r
         if errors:
-            with full_float32():
-                joint[:, m] = (delta * (delta @ codec.gram)).sum(dim=1)
+            joint[:, m] = (delta * (delta @ codec.gram)).sum(dim=1)
             soft[:, m] = r - 2 * inner + joint[:, m]
     return Levels(codes, residuals, soft, joint), delta
 
@@ -250,8 +255,7 @@ def gradients_tiled(
     for m in range(M):
         after = (t[m + 1], deltas[m + 1], r[m + 1], inner)
         _run_level(h, codec, t[m], deltas[m], norms, r[m], gamma, codes, *after, m, precision, again=True)
-    with full_float32():
-        products = deltas[1:] @ codec.gram if ddelta is None else deltas[1:]  # with ddelta kappa is 0
+    products = deltas[1:] @ codec.gram if ddelta is None else deltas[1:]  # with ddelta kappa is 0
     programs = triton.cdiv(N, _ROWS)
     a = torch.zeros_like(scores) if ddelta is None else ddelta.clone()
     dt, rho = torch.zeros_like(scores), torch.zeros_like(norms)
@@ -265,6 +269,7 @@ def gradients_tiled(
             products[m],
             norms,
             r[m],
+            r[m + 1],
             codec.gram,
             codec.diagonal,
             codec.scale,

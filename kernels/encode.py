@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from .levels import (
-    INTERPRETED,
     MAX_ON_CHIP,
     REBASE,
     TILE,
@@ -37,7 +36,6 @@ def encode_kernel(
     D,
     M,
     HAS_OFFSET: tl.constexpr,
-    NARROW: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     KP: tl.constexpr,
@@ -56,7 +54,7 @@ def encode_kernel(
     k = tl.arange(0, KP)  # [KP]
     live = n < N - first
     t, norm = residual_scores(
-        x, offset, codebook, scale, codes, n, n, live, k, K, D, M, 0, HAS_OFFSET, NARROW, COLUMNS, PRECISION
+        x, offset, codebook, scale, codes, n, n, live, k, K, D, M, 0, HAS_OFFSET, COLUMNS, PRECISION
     )
     r = norm
     for m in range(M):
@@ -85,7 +83,6 @@ def encode_kernel(
                     M,
                     m + 1,
                     HAS_OFFSET,
-                    False,
                     COLUMNS,
                     PRECISION,
                 )
@@ -140,7 +137,7 @@ def encode_tiled_kernel(
                 t -= s_before * tl.load(gram + b[:, None] * P + k[None, :])
                 if rebase:
                     fresh, fresh_r = residual_scores(
-                        x, x, codebook, scale, codes, n, n, live, k, K, D, M, m, False, False, COLUMNS, PRECISION
+                        x, x, codebook, scale, codes, n, n, live, k, K, D, M, m, False, COLUMNS, PRECISION
                     )
                     t = tl.where(small[:, None], fresh, t)
                     r = tl.where(small, fresh_r, r)
@@ -155,19 +152,25 @@ def encode_tiled_kernel(
 
 
 def encode(
-    x: Tensor, codebook: Tensor, scale: Tensor, *, offset: Tensor | None = None, precision: str = "tf32x3"
+    x: Tensor,
+    codebook: Tensor,
+    scale: Tensor,
+    *,
+    offset: Tensor | None = None,
+    precision: str = "tf32x3",
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Greedy codes [N, M] of x [N, D], uint8 for K <= 256, else int32; precision is "tf32x3" or "ieee"."""
+    """Greedy codes [N, M] of x [N, D], by default uint8 for K <= 256, else int32; precision: "tf32x3" or "ieee"."""
     (N, D), K, M = x.shape, len(codebook), len(scale)
-    codes = torch.empty(N, M, dtype=torch.uint8 if K <= 256 else torch.int32, device=x.device)
+    dtype = dtype or (torch.uint8 if K <= 256 else torch.int32)
+    codes = torch.empty(N, M, dtype=dtype, device=x.device)
     if N == 0:
         return codes
     if K > MAX_ON_CHIP:
         return _encode_tiled(x, codebook, scale, offset, precision, codes)
     x, codebook, KP = x.contiguous(), codebook.contiguous(), power_of_2(K)
     inner = padded(gram(codebook), KP)
-    narrow = x.dtype == codebook.dtype != torch.float32 and offset is None and not INTERPRETED
-    settings = on_chip_settings(KP, precision, narrow)
+    settings = on_chip_settings(KP, precision)
     encode_kernel[(triton.cdiv(N, settings["ROWS"]),)](
         x,
         x if offset is None else offset.contiguous(),
@@ -186,10 +189,10 @@ def encode(
     return codes
 
 
-def on_chip_settings(KP: int, precision: str, narrow: bool) -> dict[str, Any]:
+def on_chip_settings(KP: int, precision: str) -> dict[str, Any]:
     """Compile-time settings of encode_kernel for KP codewords: as many rows as fit without register spills."""
     rows = min(64, (4096 if precision == "ieee" else 8192) // KP)
-    tiling = {"NARROW": narrow, "PRECISION": precision, "ROWS": rows, "KP": KP, "COLUMNS": 16}
+    tiling = {"PRECISION": precision, "ROWS": rows, "KP": KP, "COLUMNS": 16}
     return tiling | {"num_warps": 8 if KP > 64 else 4, "maxnreg": 255, "enable_fp_fusion": False}
 
 

@@ -1,10 +1,11 @@
-"""Shared by the kernels of all operations: scores of the residual, argmin, and matrix products in full float32."""
+"""Shared by the kernels of all operations: scores of the residual, argmin, and products by torch.
+
+Callers switch autocast and TF32 off, so that torch multiplies float32 as float32.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 MAX_ON_CHIP = 256  # codewords up to which a row of scores stays in registers
 MAX_SCORES = 1 << 24  # numbers in a buffer
 TILE = 128  # codewords that a kernel processes at a time above MAX_ON_CHIP
@@ -35,23 +35,21 @@ def residual_scores(
     M,
     levels,
     HAS_OFFSET: tl.constexpr,
-    NARROW: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Math:     t = h C^T and r = ||h||^2 of h = x - offset - sum_{i<levels} s_i C[b_i], docs/math.md section 3
     Tiling:   rows n of x with rows `path` of codes, where `live`, and codewords k; COLUMNS of D dimensions at a time
     Memory:   reads x once, the codebook once and `levels` codewords per row
-    Numerics: float32 sums; NARROW multiplies 16-bit inputs directly, which is exact if h is x
+    Numerics: float32, of inputs of any width
     """
     t = tl.zeros((n.shape[0], k.shape[0]), dtype=tl.float32)
     r = tl.zeros((n.shape[0],), dtype=tl.float32)
     for start in range(0, D, COLUMNS):
         d = start + tl.arange(0, COLUMNS)
         inside = live[:, None] & (d < D)[None, :]
-        narrow = tl.load(x + n[:, None] * D + d[None, :], mask=inside, other=0.0)  # [ROWS, COLUMNS]
+        h = tl.load(x + n[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)  # [ROWS, COLUMNS]
         words = tl.load(codebook + k[None, :] * D + d[:, None], mask=(k < K)[None, :] & (d < D)[:, None], other=0.0)
-        h = narrow.to(tl.float32)
         if HAS_OFFSET:
             h -= tl.load(offset + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
         for i in range(levels):
@@ -59,11 +57,24 @@ def residual_scores(
             word = tl.load(codebook + b[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
             h -= tl.load(scale + i).to(tl.float32) * word
         r += tl.sum(h * h, axis=1)
-        if NARROW:
-            t = tl.dot(narrow, words, acc=t)
-        else:
-            t = tl.dot(h, words.to(tl.float32), acc=t, input_precision=PRECISION)
+        t = tl.dot(h, words.to(tl.float32), acc=t, input_precision=PRECISION)
     return t, r
+
+
+@triton.jit
+def residual_norm(x, codebook, scale, codes, n, live, D, M, levels, COLUMNS: tl.constexpr):
+    """r = ||x - sum_{i<levels} s_i C[b_i]||^2 [ROWS] of centred rows n of x, as `residual_scores` adds it up."""
+    r = tl.zeros((n.shape[0],), dtype=tl.float32)
+    for start in range(0, D, COLUMNS):
+        d = start + tl.arange(0, COLUMNS)
+        inside = live[:, None] & (d < D)[None, :]
+        h = tl.load(x + n[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+        for i in range(levels):
+            b = tl.load(codes + n * M + i, mask=live, other=0).to(tl.int64)
+            word = tl.load(codebook + b[:, None] * D + d[None, :], mask=inside, other=0.0).to(tl.float32)
+            h -= tl.load(scale + i).to(tl.float32) * word
+        r += tl.sum(h * h, axis=1)
+    return r
 
 
 @triton.jit
@@ -96,22 +107,10 @@ class LevelGradients(NamedTuple):
     dscale: Tensor  # [programs, M]        likewise
 
 
-@contextmanager
-def full_float32() -> Iterator[None]:
-    """A context in which torch multiplies matrices in full float32, without TF32 and autocast."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 def gram(codebook: Tensor) -> Tensor:
     """The inner products [K, K] of codebook [K, D], in float32."""
     wide = codebook.float()
-    with full_float32():
-        return wide @ wide.T
+    return wide @ wide.T
 
 
 def padded(inner: Tensor, KP: int) -> Tensor:
@@ -141,8 +140,7 @@ class Scored:
 
     def scores(self, h: Tensor) -> Tensor:
         """h C^T [n, P] of h [n, D]."""
-        with full_float32():
-            return h @ self.codebook.T
+        return h @ self.codebook.T
 
 
 def power_of_2(count: int) -> int:

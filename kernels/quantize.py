@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .distortion import NOISE, gradients, parts, run_levels
 from .distortion_tiled import gradients_tiled, levels_tiled
-from .levels import MAX_ON_CHIP, Levels, Scored, full_float32
+from .levels import MAX_ON_CHIP, Levels, Scored
 from .totals import Gradients, Totals
 
 
@@ -32,9 +32,8 @@ def choose(h: Tensor, codec: Scored, scores: Tensor, gamma: Tensor, precision: s
 
 def approximations(codec: Scored, choices: Choices) -> tuple[Tensor, Tensor]:
     """(soft [N, D], hard [N, D]), without the offset."""
-    with full_float32():
-        hard = _scaled_choices(codec, choices.codes) @ codec.codebook
-        return torch.addmm(hard, choices.delta, codec.codebook), hard
+    hard = _scaled_choices(codec, choices.codes) @ codec.codebook
+    return torch.addmm(hard, choices.delta, codec.codebook), hard
 
 
 def quantize_backward(
@@ -49,8 +48,7 @@ def quantize_backward(
 ) -> Gradients:
     """Gradients from those of soft = xhat + Delta C and hard = xhat, [N, D] each."""
     norms, M = h.square().sum(dim=1), len(codec.scale)
-    with full_float32():
-        ddelta, dhard_scores = dsoft @ codec.codebook.T, dhard @ codec.codebook.T  # [N, P]
+    ddelta, dhard_scores = dsoft @ codec.codebook.T, dhard @ codec.codebook.T  # [N, P]
     totals = Totals(h, codec)
     for rows in parts(len(h), M * codec.P):
         inputs = (h[rows], codec, scores[rows], norms[rows], gamma)
@@ -63,8 +61,7 @@ def quantize_backward(
             found = gradients_tiled(*inputs, codes, none, none, none, NOISE, precision, ddelta[rows])
         totals.add(rows, found)
     chosen = _scaled_choices(codec, choices.codes)
-    with full_float32():
-        totals.dcodebook.addmm_((choices.delta + chosen).T, dsoft).addmm_(chosen.T, dhard)
+    totals.dcodebook.addmm_((choices.delta + chosen).T, dsoft).addmm_(chosen.T, dhard)
     totals.dscale += (ddelta + dhard_scores).gather(1, choices.codes).sum(dim=0, dtype=torch.float64)
     return totals.gradients()
 

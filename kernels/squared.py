@@ -174,7 +174,7 @@ def squared_errors_backward(
     (N, D), (K, _), M = x.shape, codebook.shape, len(scale)
     x, codebook, scale, derrors = (t.contiguous() for t in (x, codebook, scale, derrors.float()))
     doffset = torch.empty(N, D, dtype=torch.float32, device=x.device)
-    dcodebook, dscale = doffset.new_zeros(K, D), doffset.new_zeros(M, dtype=torch.float64)
+    dcodebook = dscale = None
     blocks = list(parts(N, M * D))
     pulls = doffset.new_empty(blocks[0].stop, M, D)
     for rows in blocks:
@@ -197,8 +197,12 @@ def squared_errors_backward(
             HAS_OFFSET=offset is not None,
             **settings(D),
         )
-        dscale += by_program.sum(dim=0, dtype=torch.float64)
-        dcodebook += scatter(pulls.view(-1, D), codes[rows].reshape(-1), K)
+        of_codebook = scatter(pulls.view(-1, D), codes[rows].reshape(-1), K)
+        of_scale = by_program.sum(dim=0, dtype=torch.float64)
+        dcodebook = of_codebook if dcodebook is None else dcodebook.add_(of_codebook)
+        dscale = of_scale if dscale is None else dscale.add_(of_scale)
+    assert dcodebook is not None  # there is one block at least
+    assert dscale is not None
     return doffset, dcodebook, dscale.float()
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .levels import LevelGradients, Scored, full_float32
+from .levels import LevelGradients, Scored
 
 
 @triton.jit
@@ -82,12 +82,10 @@ class Totals:
         self.dgram[: self.codec.K] += scatter(found.moved, found.codes, self.codec.K)
         self.dgram.diagonal().add_(found.ddiagonal.sum(dim=0))
         self.dscale += found.dscale.sum(dim=0, dtype=torch.float64)
-        with full_float32():
-            torch.addmm(2 * found.dnorms[:, None] * part, found.dscores, self.codec.codebook, out=self.dx[rows])
-            self.dcodebook.addmm_(found.dscores.T, part)
+        torch.addmm(2 * found.dnorms[:, None] * part, found.dscores, self.codec.codebook, out=self.dx[rows])
+        self.dcodebook.addmm_(found.dscores.T, part)
 
     def gradients(self) -> Gradients:
         """The sums of all parts."""
-        with full_float32():
-            self.dcodebook.addmm_(self.dgram + self.dgram.T, self.codec.codebook)
+        self.dcodebook.addmm_(self.dgram + self.dgram.T, self.codec.codebook)
         return Gradients(self.dx, self.dcodebook[: self.codec.K], self.dscale.float())

@@ -40,7 +40,7 @@ class Job(NamedTuple):
 
 def encode_job(dtype: str, settings: dict, odd: tuple[str, ...] = ()) -> Job:
     types = {"x": dtype, "codebook": dtype, "offset": dtype, "codes": "*u8"}
-    return Job(encode_kernel, {"HAS_OFFSET": not settings["NARROW"]} | settings, types, odd)
+    return Job(encode_kernel, {"HAS_OFFSET": True} | settings, types, odd)
 
 
 def squared_job(kernel: object, dtype: str = "*fp32", odd: tuple[str, ...] = ()) -> Job:
@@ -56,12 +56,12 @@ ERRORS, CHOICES, AGAIN = ({"AGAIN": a, "ERRORS": e} for a, e in ((False, True), 
 INT = {"codes": "*i32"}
 JOBS = {
     "decode": Job(decode_kernel, {"M": 4, "HAS_OFFSET": True, "ROWS": 8, "COLUMNS": 128} | PLAIN, {"codes": "*u8"}),
-    "encode float32": encode_job("*fp32", encode.on_chip_settings(256, FAST, False)),
-    "encode float32 odd": encode_job("*fp32", encode.on_chip_settings(256, FAST, False), odd=("K", "D")),
-    "encode float32 exact": encode_job("*fp32", encode.on_chip_settings(256, EXACT, False), odd=("K", "D")),
-    "encode bfloat16": encode_job("*bf16", encode.on_chip_settings(256, FAST, True)),
-    "encode float16": encode_job("*fp16", encode.on_chip_settings(256, FAST, True)),
-    "encode float32 K=64": encode_job("*fp32", encode.on_chip_settings(64, FAST, False)),
+    "encode float32": encode_job("*fp32", encode.on_chip_settings(256, FAST)),
+    "encode float32 odd": encode_job("*fp32", encode.on_chip_settings(256, FAST), odd=("K", "D")),
+    "encode float32 exact": encode_job("*fp32", encode.on_chip_settings(256, EXACT), odd=("K", "D")),
+    "encode bfloat16": encode_job("*bf16", encode.on_chip_settings(256, FAST)),
+    "encode float16": encode_job("*fp16", encode.on_chip_settings(256, FAST)),
+    "encode float32 K=64": encode_job("*fp32", encode.on_chip_settings(64, FAST)),
     "encode_tiled": Job(encode.encode_tiled_kernel, encode.tiled_settings(FAST), INT),
     "encode_tiled exact": Job(encode.encode_tiled_kernel, encode.tiled_settings(EXACT), INT),
     "beam_errors": Job(beam.beam_errors_kernel, beam.errors_settings(FAST), INT),

@@ -62,12 +62,19 @@ class Simulator:
         self.device.ends.clear()
 
     def run(
-        self, job: SearchStruct, probed: ProbedStruct | None = None, shared: int = 99 * 1024, **options: object
+        self,
+        job: SearchStruct,
+        probed: ProbedStruct | None = None,
+        shared: int = 99 * 1024,
+        granted: int = 99 * 1024,
+        **options: object,
     ) -> tuple[Tensor, Tensor]:
-        """The result on a device whose blocks have `shared` bytes at most; options are those of ptxsim's launch."""
+        """The result on a device whose blocks have `shared` bytes at most, of which a kernel is `granted` so many;
+        options are those of ptxsim's launch."""
         arguments = ctypes.byref(job), ctypes.byref(probed or ProbedStruct())
         workspace = self.device.alloc(max(1, self.workspace(*arguments)))
         ctypes.c_int.in_dll(self.host.shim, "most_shared").value = shared
+        ctypes.c_int.in_dll(self.host.shim, "most_granted").value = granted
         self.host.kw, self.host.log = options, []
         error = self.enqueue(*arguments, ctypes.c_uint64(workspace), None)
         assert error is None, (error, self.host.errors)
@@ -123,7 +130,7 @@ def why_no_simulator() -> str | None:
 
 @pytest.fixture(scope="session")
 def ptxsim_folder(tmp_path_factory) -> Path:
-    """A copy of the simulator and its CUDA runtime, whose `most_shared` a test can set."""
+    """A copy of the simulator and its CUDA runtime, whose `most_shared` and `most_granted` a test can set."""
     reason = why_no_simulator()
     if reason:
         pytest.skip(reason)
@@ -133,7 +140,8 @@ def ptxsim_folder(tmp_path_factory) -> Path:
             shutil.copyfile(file, folder / file.name)
     shim = (PTXSIM / "shim.c").read_text()
     assert "v > 65536" in shim
-    (folder / "shim.c").write_text("int most_shared = 65536;\n" + shim.replace("65536", "most_shared"))
+    shim = shim.replace("v > 65536", "v > most_shared || v > most_granted").replace("65536", "most_shared")
+    (folder / "shim.c").write_text("int most_shared = 65536, most_granted = 65536;\n" + shim)
     flags = ["-cudart", "none", "-Xcompiler", "-fPIC,-w", "-shared", "-Xlinker", "-soname,libcudart.so.13"]
     flags += ["-Xlinker", f"--version-script={folder / 'shim.map'}", "-o", str(folder / "libcudart.so.13")]
     subprocess.run(["nvcc", *flags, str(folder / "shim.c")], check=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -76,7 +77,7 @@ def test_use_backend_holds_for_its_own_thread_only():
 
 def test_without_native_code_it_warns_once_and_works(codec, monkeypatch, recwarn):
     monkeypatch.setattr(extension, "native", None)
-    monkeypatch.setattr(backends, "_warned", False)
+    monkeypatch.setattr(backends, "_warned", set())
     x, codebook, scale, _ = codec()
     with pytest.warns(UserWarning, match=r"drq_fast runs without its native code: the extension"):
         codes = functional.encode(x, codebook, scale)
@@ -84,6 +85,44 @@ def test_without_native_code_it_warns_once_and_works(codec, monkeypatch, recwarn
     assert not recwarn.list
     with pytest.raises(BackendUnavailable, match="cannot be used on cpu: the extension"):
         functional.adc(x, codes, codebook, scale, backend="native")
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"without_cuda": True}, r"the extension was built without CUDA; reinstall with DRQ_FAST_CUDA=1"),
+        ({"driver": 12040}, r"the extension was built with CUDA 13.0, but the driver supports CUDA 12.4; update"),
+        ({"driver": 0}, r"the extension was built with CUDA 13.0, but the driver is missing; update the driver"),
+        ({"driver": 13000}, None),
+        ({"driver": 13020}, None),
+    ],
+)
+def test_a_gpu_search_without_native_code_warns_once(monkeypatch, recwarn, facts, said):
+    build = SimpleNamespace(
+        cuda="without_cuda" not in facts,
+        cuda_runtime_version=lambda: 13000,
+        cuda_driver_version=lambda: facts.get("driver"),
+        environment=os.environ.get,
+    )
+    monkeypatch.setattr(extension, "native", build)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(backends, "_warned", set())
+    extension._driver_problem.cache_clear()
+    try:
+        rows = {op: (backend, reason) for op, backend, reason in backends.table("cuda")}
+        if said is None:
+            assert choose("search", "cuda") == "native"
+            assert rows["search"] == ("native", "")
+        else:
+            with pytest.warns(UserWarning, match=f"without its native code on cuda, where search is .*: {said}"):
+                assert choose("search", "cuda") == "torch"
+            assert rows["search"][0] == "torch"
+            assert re.match(f"native: {said}", rows["search"][1])
+        assert choose("search", "cuda") == ("torch" if said else "native")
+        assert not recwarn.list
+    finally:
+        extension._driver_problem.cache_clear()
 
 
 def test_info_as_text_and_json(capsys):

@@ -178,6 +178,14 @@ def test_bits_of_the_reference(simulator, case):
     assert not simulator.warnings
 
 
+def test_an_error_is_reported_once(simulator):
+    """CUDA keeps an error until somebody asks for it: the next launch must not report that of an earlier call."""
+    case = Case(1, 300, 256, 4, 10)
+    with pytest.raises(AssertionError, match=r"shim error 1\b"):
+        simulate(simulator, case, granted=0)
+    assert_right(case, *simulate(simulator, case))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(30))
 def test_bits_of_the_reference_for_random_shapes(simulator, seed):

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from drq_fast import functional
 from drq_fast.backends import torch as definition
 from drq_fast.backends.native import extension
+from drq_fast.backends.torch import scores
 from drq_fast.backends.types import Parameters
 
 METRICS = ["l2", "ip", "cosine"]
@@ -76,6 +79,44 @@ def test_fewer_than_k(codec, backend, metric, worst):
     empty = functional.search(x, codes[:0], codebook, scale, k=2, metric=metric, backend=backend)
     assert (empty.positions == -1).all()
     assert functional.search(x[:0], codes, codebook, scale, k=2, metric=metric, backend=backend).scores.shape == (0, 2)
+
+
+class Largest(TorchDispatchMode):
+    """The largest number of elements that an operation makes."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        made = [] if func.is_view else tree_leaves(found)
+        self.elements = max([self.elements, *(t.numel() for t in made if torch.is_tensor(t))])
+        return found
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_plain_torch_scores_codes_in_parts(codec, monkeypatch, metric):
+    """Memory must not grow with the number of codes, which may be 50 million, but for their norms."""
+    x, codebook, scale, offset = coarse(*codec(N=3000, D=4, K=6, M=3))
+    codes = functional.encode(x, codebook, scale)
+    parameters = Parameters(codebook, scale, offset)
+    norms = None if metric == "ip" else definition.squared_norms(codes, parameters, metric)
+
+    def search():
+        return functional.search(
+            x[:3], codes, codebook, scale, k=7, offset=offset, metric=metric, norms=norms, backend="torch"
+        )
+
+    whole = search()
+    monkeypatch.setattr(scores, "_MAX_SCORES", 500)  # 100 codes at a time
+    with Largest() as largest:
+        parts = search()
+    assert largest.elements <= 3 * 500
+    assert torch.equal(parts.positions, whole.positions)
+    assert torch.equal(parts.scores, whole.scores)
+    if norms is not None:
+        with Largest() as largest:
+            assert torch.equal(definition.squared_norms(codes, parameters, metric), norms)
+        assert largest.elements <= len(codes)
 
 
 def test_norms_may_be_given(codec):

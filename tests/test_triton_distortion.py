@@ -184,3 +184,23 @@ def test_refuses_what_it_cannot_do(codec):
         RuntimeError, match=r'distortion: the triton backend has no second derivatives; backend="torch"'
     ):
         torch.autograd.grad(value, leaf, create_graph=True)
+
+
+@pytest.mark.parametrize(("op", "K"), [("distortion", 40), ("distortion", 300), ("quantize", 40)])
+def test_gradients_are_as_accurate_as_those_of_the_native_backend(codec, op, K):
+    """Also where x is nearly a codeword: s G[b, b] - t[b] and r would lose most of their digits."""
+    random, codebook, scale, offset = codec(N=12, D=12, K=K, M=2)
+    x = codebook[torch.arange(12)] + 0.003 * random + offset
+    found = {}
+    for backend, dtype in (("triton", torch.float32), ("native", torch.float32), ("torch", torch.float64)):
+        place = DEVICE if backend == "triton" else "cpu"
+        leaves = [
+            t.to(place, dtype).requires_grad_() for t in (x, codebook, scale.abs() * torch.tensor([1, 0.01]), offset)
+        ]
+        values = getattr(functional, op)(*leaves[:3], gamma=3.0, offset=leaves[3], backend=backend)
+        values = values[:3] if op == "distortion" else values[:2]
+        upstream = [torch.cos(torch.arange(v.numel() * 1.0) + i).view(v.shape).to(v) for i, v in enumerate(values)]
+        found[backend] = [g.double().cpu() for g in torch.autograd.grad(values, leaves, upstream)]
+    for name, ours, native, true in zip(NAMES, *(found[b] for b in ("triton", "native", "torch")), strict=True):
+        limit = 3 * (native - true).norm() + 2e-7 * true.norm()
+        assert (ours - true).norm() <= limit, name

@@ -86,10 +86,14 @@ struct Layout {
   }
 };
 
-const char* last_error() {
-  const cudaError_t error = cudaGetLastError();
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+// CUDA's words for an error, null if there is none. Clears it, so that the next call does not report it again.
+const char* text_of(cudaError_t error) {
+  if (error == cudaSuccess) return nullptr;
+  cudaGetLastError();
+  return cudaGetErrorString(error);
 }
+
+const char* last_error() { return text_of(cudaGetLastError()); }
 
 // Bytes of dynamic shared memory that a block may have.
 const char* shared_limit(int64_t& limit) {
@@ -97,7 +101,7 @@ const char* shared_limit(int64_t& limit) {
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   limit = (most < kMaxShared ? most : kMaxShared) - kStaticShared;
-  return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+  return text_of(error);
 }
 
 // One round of queries, enqueued on a stream.
@@ -121,9 +125,7 @@ struct Round {
     const bool lists = plan.probed.probes > 0, in_shared = fits || flat_fits;
     kernel = job.wide ? kernel_of<uint16_t>(layout.fused, layout.batch, lists, in_shared)
                       : kernel_of<uint8_t>(layout.fused, layout.batch, lists, in_shared);
-    const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
-    return error == cudaSuccess ? nullptr : cudaGetErrorString(error);
+    return text_of(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)));
   }
 
   const char* scan() {
@@ -145,8 +147,8 @@ struct Round {
 
   // Radix select over all digits of the cost and the digits of the position that N needs.
   const char* select() {
-    if (cudaMemsetAsync(plan.radix, 0, layout.radix, stream) != cudaSuccess) return last_error();
-    if (cudaMemsetAsync(plan.keys, 0xff, layout.keys, stream) != cudaSuccess) return last_error();
+    if (const char* error = text_of(cudaMemsetAsync(plan.radix, 0, layout.radix, stream))) return error;
+    if (const char* error = text_of(cudaMemsetAsync(plan.keys, 0xff, layout.keys, stream))) return error;
     for (plan.shift = 56; plan.shift >= 0; plan.shift -= 8) {
       if (plan.shift < 32 && plan.shift > 0 && plan.job.N <= int64_t{1} << plan.shift) continue;
       if (const char* error = scan()) return error;

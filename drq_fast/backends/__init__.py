@@ -44,7 +44,7 @@ class _Forced(threading.local):
 
 
 _forced = _Forced()
-_warned = False
+_warned: set[str] = set()  # types of devices
 
 
 class BackendUnavailable(RuntimeError):
@@ -89,8 +89,8 @@ def choose(
     faster = None if torch_is_faster else FASTER.get((op, device))
     if faster is not None and unsupported is None and why_not(faster, op, device) is None:
         return _module(faster)
-    if faster == "native":
-        _warn_once_if_not_built()
+    if faster == "native" and unsupported is None:
+        _warn_once(op, device)
     return plain_torch
 
 
@@ -210,8 +210,10 @@ def choose_for_norms(device: str, codec: Parameters) -> ModuleType:
         return plain_torch
 
 
-def _warn_once_if_not_built() -> None:
-    global _warned
-    if extension.native is None and not _warned:
-        _warned = True
-        warnings.warn(f"drq_fast runs without its native code: {extension.why_not('cpu')}.", stacklevel=4)
+def _warn_once(op: str, device: str) -> None:
+    """Warns if the native code cannot run on a type of device, once for each."""
+    reason = None if device in _warned or _torch.compiler.is_compiling() else extension.why_not(device)
+    if reason is not None:
+        _warned.add(device)
+        where = "" if device == "cpu" else f" on {device}, where {op} is much slower by plain torch"
+        warnings.warn(f"drq_fast runs without its native code{where}: {reason}.", stacklevel=4)

@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, devices, modes
 from ..kernels import beam as beams
 from ..kernels import decode as decoding
 from ..kernels import distortion as kernels
@@ -23,7 +25,7 @@ from .types import CodewordSums, Distortion, Loss, Parameters, Quantized, Square
 
 def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
     """Soft and hard approximation of x [N, D]: see `backends.torch.quantize`; differentiable once."""
-    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+    with _on(x):
         if not codec.shared:
             return definition.quantize(x, codec, gamma, _one_level(gamma, "quantize"))
         soft, hard, codes = _Quantize.apply(x, *codec.tensors(), _sharpness(gamma, x), _precision("quantize"))
@@ -33,7 +35,7 @@ def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
 
 def distortion(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Distortion:
     """The errors of x [N, D] after each of M levels: see `backends.torch.distortion`; differentiable once."""
-    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+    with _on(x):
         if not codec.shared:
             return definition.distortion(x, codec, gamma, _one_level(gamma, "distortion"))
         return Distortion(*_Distortion.apply(x, *codec.tensors(), _sharpness(gamma, x), _precision("distortion")))
@@ -48,7 +50,7 @@ def loss(
     joint: str,
 ) -> Loss:
     """The loss of x [N, D] and its codes: see `backends.torch.loss`; differentiable once."""
-    with torch.autocast(x.device.type, enabled=False):
+    with modes.precise(x.device.type):
         if not any(weights[1:]):
             return definition.hard_loss(squared_errors(x, codec, 1.0), weights[0], omega)
         return definition.loss_of(distortion(x, codec, gamma), weights, omega, joint)
@@ -56,7 +58,7 @@ def loss(
 
 def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredErrors:
     """The squared errors of x [N, D] after each level: see `backends.torch.squared_errors`; differentiable once."""
-    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+    with _on(x):
         settings = codec.groups, commitment, _precision("squared_errors")
         return SquaredErrors(*_SquaredErrors.apply(x, *codec.tensors(), *settings))
 
@@ -64,7 +66,7 @@ def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredEr
 @torch.no_grad()
 def codeword_sums(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) -> CodewordSums:
     """What a step of k-means adds up for each codeword: see `backends.torch.codeword_sums`; not differentiable."""
-    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+    with _on(x):
         return CodewordSums(*squared.codeword_sums(x, *codec.tensors(), codec.rows(codes), weights))
 
 
@@ -72,22 +74,22 @@ def codeword_sums(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) 
 def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Tensor:
     """Codes [N, M] of x [N, D], uint8 for K <= 256, else int32: see `backends.torch.encode`."""
     codebook, scale, offset = codec.tensors()
-    with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+    with _on(x):
         if beam == 1:
             return _encode_greedy(x, codec, _precision("encode"))
         options = {"offset": offset, "groups": codec.groups, "precision": _precision("encode")}
-        omega = torch.ones(len(scale), device=x.device) if omega is None else omega
+        omega = devices.tensor_of((1.0,) * len(scale), torch.float32, x.device) if omega is None else omega
         later = definition.still_to_come(omega)
         return beams.encode_beam(x, codebook, scale, beam=beam, omega=omega, still_to_come=later, **options)
 
 
-def _encode_greedy(x: Tensor, codec: Parameters, precision: str) -> Tensor:
+def _encode_greedy(x: Tensor, codec: Parameters, precision: str, dtype: torch.dtype | None = None) -> Tensor:
     codebook, scale, offset = codec.tensors()
     if codec.shared:
-        return encoding.encode(x, codebook, scale, offset=offset, precision=precision)
+        return encoding.encode(x, codebook, scale, offset=offset, precision=precision, dtype=dtype)
 
     def encode_group(h: Tensor, group: Parameters) -> Tensor:
-        return encoding.encode(h, group.codebook, group.scale, precision=precision)
+        return encoding.encode(h, group.codebook, group.scale, precision=precision, dtype=dtype)
 
     return definition.encode_by_groups(centred(x, offset), codec, encode_group)
 
@@ -104,12 +106,21 @@ def _one_level(gamma: float | Tensor, op: str) -> definition.OneLevel:
 
 def decode(codes: Tensor, codec: Parameters) -> Tensor:
     """The vectors [N, D] that codes [N, L] stand for: see `backends.torch.decode`; not differentiable."""
-    with torch.cuda.device_of(codes):
+    with _on(codes):
         return decoding.decode(codes if codec.shared else codec.rows(codes), *codec.tensors())
 
 
+@contextmanager
+def _on(tensor: Tensor) -> Iterator[None]:
+    """A context that launches kernels on the device of a tensor and multiplies in float32."""
+    with torch.cuda.device_of(tensor), modes.precise(tensor.device.type):
+        yield
+
+
 def _sharpness(gamma: float | Tensor, x: Tensor) -> Tensor:
-    return torch.as_tensor(gamma, dtype=torch.float32, device=x.device).reshape(1)
+    if not isinstance(gamma, Tensor):
+        gamma = devices.tensor_of(float(gamma), torch.float32, x.device)
+    return gamma.to(x.device, torch.float32).reshape(1)
 
 
 def _precision(op: str) -> str:
@@ -141,7 +152,7 @@ class _Distortion(torch.autograd.Function):
         """Gradients of x, codebook, scale and offset."""
         refuse_second_derivatives("distortion", "triton")
         x, codebook, scale, offset, gamma, scores, *columns = ctx.saved_tensors
-        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        with _on(x):
             gradients = kernels.distortion_backward(
                 centred(x, offset),
                 kernels.codec_of(codebook, scale),
@@ -177,7 +188,7 @@ class _Quantize(torch.autograd.Function):
         """Gradients of x, codebook, scale and offset."""
         refuse_second_derivatives("quantize", "triton")
         x, codebook, scale, offset, gamma, scores, *columns = ctx.saved_tensors
-        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        with _on(x):
             codec, choices = kernels.codec_of(codebook, scale), quantizing.Choices(*columns)
             inputs = (centred(x, offset), codec, scores, gamma, choices)
             gradients = quantizing.quantize_backward(*inputs, dsoft, dhard, ctx.precision)
@@ -200,20 +211,23 @@ class _SquaredErrors(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """(errors [N, M], codes [N, M] int64)."""
         codec = Parameters(codebook, scale, offset, groups)
-        codes = _encode_greedy(x, codec, precision).long()
+        codes = _encode_greedy(x, codec, precision, torch.int64)
         chosen = codec.rows(codes)
         errors = squared.squared_errors(x, codebook, scale, offset, chosen)
         ctx.save_for_backward(x, codebook, scale, offset, chosen)
         ctx.commitment = commitment
         ctx.mark_non_differentiable(codes)
+        ctx.set_materialize_grads(False)  # no zeros for the codes
         return errors.mul_(1 + commitment), codes
 
     @staticmethod
-    def backward(ctx: Any, derrors: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, derrors: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         """Gradients of x, codebook, scale and offset."""
         refuse_second_derivatives("squared_errors", "triton")
+        if derrors is None:
+            return (None,) * 7
         x, codebook, scale, offset, chosen = ctx.saved_tensors
-        with torch.cuda.device_of(x), torch.autocast(x.device.type, enabled=False):
+        with _on(x):
             by_row, dcodebook, dscale = squared.squared_errors_backward(x, codebook, scale, offset, chosen, derrors)
             doffset = None if offset is None else by_row.sum(dim=0).to(offset.dtype)
             dx = by_row.mul_(-ctx.commitment).to(x.dtype)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .. import modes
+from .. import devices, modes
 
 Table = TypeVar("Table")
 
@@ -89,7 +89,8 @@ class Parameters(Tables):
         codes = codes.long()
         if self.shared:
             return codes
-        return codes + self.codewords * torch.tensor(self.groups[: codes.shape[-1]], device=codes.device)
+        bases = tuple(self.codewords * group for group in self.groups[: codes.shape[-1]])
+        return codes + devices.tensor_of(bases, torch.int64, codes.device)
 
     def part(self, levels: slice, offset: bool = True) -> Parameters:
         """The same for some neighbouring levels alone; not a copy. offset: whether it has one."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import checks, functional, modes
+from .. import checks, devices, functional, modes
 from ..backends.torch import pad_result
 from ..backends.types import SearchResult
 from ..codec import Array, Codec
@@ -190,6 +190,7 @@ class Index(Storage):
         probes = self._probes(probes) if keep is None or chosen else self.lists  # a filter may leave little in a list
         searched = self._snapshot(checks.levels("search", levels, self._codec.levels), keep)
         rows = searched.rows
+        devices.read_here(searched.tensors(), self.device)
         most = min(candidates, max(rows.size, 1))
         certain = limits is not None and refine is None and (chosen or probes == self.lists)  # scans once, by codes
         scores, found = searched.scan(values, most, probes, limits if certain else None)
@@ -249,6 +250,7 @@ class Index(Storage):
                 with modes.plain(self.device):
                     rows = self._readable()
                     searched = searched_rows(rows, length, self.codec, self.metric, self._coarse, self._norms)
+                devices.finish(self.device)
                 self._searched[length] = searched
             if keep is None:
                 return searched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -35,6 +36,14 @@ class Searched(NamedTuple):
         if self.tail is None:
             return self._replace(database=database)
         return self._replace(database=database, tail=_filtered(self.tail, mask[self.tail_rows]))
+
+    def tensors(self) -> Iterator[Tensor | None]:
+        """All that a search may read."""
+        for database in (self.database, self.tail):
+            if database is not None:
+                yield from (database.codes, database.norms, database.keep)
+                yield from () if database.lists is None else (database.lists.starts, database.lists.centroids)
+        yield from (self.tail_rows, *self.rows.content, self.rows.ids, self.rows.alive)
 
     def scan(self, query: Tensor, k: int, probes: int | None, limits: Tensor | None = None) -> SearchResult:
         """Scores [Q, k] and rows [Q, k] of the best codes; equal scores in the order of the lists, the tail last.

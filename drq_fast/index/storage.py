@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import checks, modes
+from .. import checks, devices, modes
 from ..backends.torch import numbers
 from ..codec import Array, Codec, directions
 from . import file
@@ -71,6 +71,7 @@ class Storage:
         # something has noted that marks are read.
         self._searched: dict[int, Searched]
         mapped = None if self._mapped is None else self._mapped.kept(rows)
+        devices.finish(self.device)
         self.__dict__.update(_rows=rows, _norms=known or {}, _searched={}, _mapped=mapped)
 
     def __getstate__(self) -> dict[str, Any]:

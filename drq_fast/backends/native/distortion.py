@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks
+from ... import checks, modes
 from .. import torch as definition
 from ..gradients import graphless, like_inputs, refuse_second_derivatives
 from ..types import Distortion, Parameters
@@ -18,7 +18,7 @@ from .training import Chosen, Gradients, Recursion, Totals
 
 def distortion(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Distortion:
     """The errors of x [N, D] after each of M levels: see `backends.torch.distortion`; differentiable once."""
-    with torch.autocast("cpu", enabled=False):
+    with modes.precise("cpu"):
         sharpness = checks.gamma_value("distortion", gamma)
         if level := level_for("distortion", x, codec, sharpness):
             return definition.distortion(x, codec, sharpness, level)
@@ -52,7 +52,7 @@ class _Distortion(torch.autograd.Function):
         refuse_second_derivatives("distortion", "native")
         x, codebook, scale, offset, scores = ctx.saved_tensors
         codec = Parameters(codebook, scale, offset)
-        with torch.autocast("cpu", enabled=False):
+        with modes.precise("cpu"):
             gradients = _backward(x, codec, ctx.gamma, scores, (dhard, dsoft, djoint))
         return *like_inputs(gradients, x, *codec.tensors()), None
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ... import modes
 from .. import torch as definition
 from ..gradients import centred
 from ..types import Parameters
@@ -139,7 +140,7 @@ def by_products(N: int, K: int, M: int) -> bool:
 @torch.no_grad()
 def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Tensor:
     """Codes [N, M] of x [N, D], uint8 for K <= 256, else int32: see `backends.torch.encode`."""
-    with torch.autocast("cpu", enabled=False):
+    with modes.precise("cpu"):
         if beam == 1 and not codec.shared:
             return _encode_by_groups(x, codec)
         if beam == 1 and by_products(len(x), len(codec.codebook), len(codec.scale)):

@@ -39,8 +39,18 @@ def why_not(device: str) -> str | None:
     if device == "cuda":
         if not native.cuda:
             return "the extension was built without CUDA; reinstall with DRQ_FAST_CUDA=1 and nvcc at hand"
-        return None if torch.cuda.is_available() else "torch sees no CUDA device"
+        return _driver_problem() if torch.cuda.is_available() else "torch sees no CUDA device"
     return f"the extension has no code for {device}"
+
+
+@functools.cache
+def _driver_problem() -> str | None:
+    """Why the driver cannot run what the extension was built with, if so. Within a major version it can."""
+    runtime, driver = native.cuda_runtime_version(), native.cuda_driver_version()
+    if driver // 1000 >= runtime // 1000:
+        return None
+    supports = f"supports CUDA {_dotted(driver)}" if driver else "is missing"
+    return f"the extension was built with CUDA {_dotted(runtime)}, but the driver {supports}; update the driver"
 
 
 def instruction_set() -> str:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks
+from ... import checks, modes
 from .. import torch as definition
 from ..gradients import graphless, like_inputs, refuse_second_derivatives
 from ..types import Loss, Parameters
@@ -30,7 +30,7 @@ def loss(
         return definition.hard_loss(squared_errors(x, codec, 1.0), weights[0], omega)
     omega = floats(len(codec.scale)).fill_(1) if omega is None else omega
     settings = (checks.gamma_value("loss", gamma), weights, omega, joint)
-    with torch.autocast("cpu", enabled=False):
+    with modes.precise("cpu"):
         if level := level_for("loss", x, codec, settings[0]):
             return definition.loss_of(definition.distortion(x, codec, settings[0], level), weights, omega, joint)
         return Loss(*_Loss.apply(*graphless(x, *codec.tensors()), *settings))
@@ -57,7 +57,7 @@ class _Loss(torch.autograd.Function):
         x, codebook, scale, offset, _omega = ctx.saved_tensors
         codec = Parameters(codebook, scale, offset)
         if gradients is None:
-            with torch.autocast("cpu", enabled=False):
+            with modes.precise("cpu"):
                 gradients = _compute(x, codec, *ctx.settings, gradients=True)[2]
         if dloss != 1:
             for gradient in gradients:

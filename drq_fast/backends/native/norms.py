@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ... import devices, modes
 from ..torch import inverted
 from ..types import Lists, Parameters
 from .encode import gram
@@ -13,7 +14,8 @@ from .extension import floats, native, pointer
 
 def bases_of(codec: Parameters) -> Tensor:
     """[M] int64: the row of the codebook where the codewords of each level begin."""
-    return codec.codewords * torch.tensor(codec.groups, device=codec.device)
+    bases = tuple(codec.codewords * group for group in codec.groups)
+    return devices.tensor_of(bases, torch.int64, codec.device)
 
 
 class Inner:
@@ -30,7 +32,7 @@ class Inner:
 @torch.no_grad()
 def squared_norms(codes: Tensor, codec: Parameters, metric: str, lists: Lists | None = None) -> Tensor:
     """The squared norms [N] of codes [N, L] on the CPU, float32: see `backends.torch.squared_norms`."""
-    with torch.autocast("cpu", enabled=False):
+    with modes.precise("cpu"):
         inner = codec.table(Inner)
     codes, norms = dense_rows(codes), floats(len(codes))
     if lists is None:
@@ -39,7 +41,7 @@ def squared_norms(codes: Tensor, codec: Parameters, metric: str, lists: Lists | 
         return norms
     offset = None if codec.offset is None else codec.offset.float()
     wide = Parameters(codec.codebook.float(), codec.scale, offset)
-    with torch.autocast("cpu", enabled=False):
+    with modes.precise("cpu"):
         for part in inverted.shifts_of(wide, metric, lists):
             starts = lists.starts[part.first : part.first + len(part.constants) + 1] - part.begin
             rows = slice(part.begin, part.end)

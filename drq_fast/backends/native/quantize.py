@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import checks
+from ... import checks, modes
 from .. import torch as definition
 from ..gradients import graphless, like_inputs, refuse_second_derivatives
 from ..types import Parameters, Quantized
@@ -20,7 +20,7 @@ from .training import Chosen, Gradients, Recursion, Totals
 
 def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
     """Soft and hard approximation of x [N, D]: see `backends.torch.quantize`; differentiable once."""
-    with torch.autocast("cpu", enabled=False):
+    with modes.precise("cpu"):
         sharpness = checks.gamma_value("quantize", gamma)
         if level := level_for("quantize", x, codec, sharpness):
             return definition.quantize(x, codec, sharpness, level)
@@ -61,7 +61,7 @@ class _Quantize(torch.autograd.Function):
         x, codebook, scale, offset, scores = ctx.saved_tensors
         codec = Parameters(codebook, scale, offset)
         dsoft = torch.zeros_like(x) if dsoft is None else dsoft
-        with torch.autocast("cpu", enabled=False):
+        with modes.precise("cpu"):
             gradients = _backward(x, codec, ctx.gamma, scores, dsoft, dhard)
         others = like_inputs(gradients, x, codebook, scale, None)[:3]
         if offset is None:

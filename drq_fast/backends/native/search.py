@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ... import checks
+from ... import checks, modes
 from .. import torch as definition
 from ..gradients import refuse_second_derivatives
 from ..torch import inverted
@@ -203,7 +203,7 @@ def _scan_cuda(query: Tensor, database: Database, k: int, finite: bool, probes: 
     positions = torch.empty(len(query), k, dtype=torch.int64, device=query.device)
     step = max(1, _PRODUCTS // len(lists) if lists else len(query))
     for some, own_scores, own in zip(query.float().split(step), scores.split(step), positions.split(step), strict=True):
-        with torch.autocast("cuda", enabled=False):
+        with modes.precise("cuda"):
             prepared, probed = definition.prepare(some, codebook, offset, metric), None
             if lists:
                 products = inverted.products_of(some, lists.centroids.float(), offset, metric)
@@ -294,7 +294,7 @@ def _search_job(
 
 def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Tensor | None) -> Tensor:
     """Scores [Q, N] of all codes [N, L]: see `backends.torch.adc`; differentiable once."""
-    with torch.autocast(query.device.type, enabled=False):
+    with modes.precise(query.device.type):
         offset = None if codec.offset is None else codec.offset.float()
         prepared = definition.prepare(query.float(), codec.codebook.float(), offset, metric)
         sums = _Lookup.apply(prepared.table, _table_rows(codec, codes), codec.scale.float())
@@ -325,7 +325,7 @@ def _scores_at(rows: Tensor, query: Tensor, database: Database) -> Tensor:
     norms = None if database.norms is None else database.norms[rows]
     if lists is None:
         return adc(query, codes, codec, metric, norms)
-    with torch.autocast(query.device.type, enabled=False):
+    with modes.precise(query.device.type):
         query, offset = query.float(), None if codec.offset is None else codec.offset.float()
         prepared = definition.prepare(query, codec.codebook.float(), offset, metric)
         products = inverted.products_of(query, lists.centroids.float(), offset, metric).gather(1, lists.of(rows))

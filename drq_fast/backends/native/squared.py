@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
+from ... import modes
 from .. import torch as definition
 from ..gradients import centred, graphless, refuse_second_derivatives
 from ..types import CodewordSums, Parameters, SquaredErrors
@@ -46,7 +47,7 @@ def decode(codes: Tensor, codec: Parameters) -> Tensor:
 
 def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredErrors:
     """The squared errors of x [N, D] after each level: see `backends.torch.squared_errors`; differentiable once."""
-    with torch.autocast("cpu", enabled=False):
+    with modes.precise("cpu"):
         return SquaredErrors(*_SquaredErrors.apply(*graphless(x, *codec.tensors()), codec.groups, commitment))
 
 

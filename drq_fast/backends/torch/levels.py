@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ... import modes
 from ..types import CodewordSums, Distortion, Loss, Parameters, Quantized, SquaredErrors
 
 _MAX_SCORES = 1 << 22  # numbers that encoding holds at a time
@@ -38,7 +39,7 @@ def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor, level: OneLeve
 
     level: another backend's, which computes the same.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with modes.precise(x.device.type):
         h, codec = _centred(x, codec)
         levels = list(_levels(h, codec, level or _level_with(gamma)))
         shift = 0 if codec.offset is None else codec.offset
@@ -52,7 +53,7 @@ def distortion(x: Tensor, codec: Parameters, gamma: float | Tensor, level: OneLe
 
     level: another backend's, which computes the same.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with modes.precise(x.device.type):
         h, codec = _centred(x, codec)
         hard_error, soft_error = h, h
         hard, soft, joint, codes = [], [], [], []
@@ -79,7 +80,7 @@ def loss(
     omega [M] weighs the levels within E_h and E_s, None counts all alike. joint "gap": E_j = |E_h - E_s|; "mse": the
     squared distance of the two approximations after the last level. An empty batch has loss 0.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with modes.precise(x.device.type):
         if not any(weights[1:]):
             return hard_loss(squared_errors(x, codec, 1.0), weights[0], omega)
         return loss_of(distortion(x, codec, gamma), weights, omega, joint)
@@ -107,7 +108,7 @@ def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredEr
 
     The codec is drawn to x, and x to what its code stands for, `commitment` times as much.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with modes.precise(x.device.type):
         x, codec = _widened(x, codec)
         offset = codec.offset
         with torch.no_grad():
@@ -129,7 +130,7 @@ def codeword_sums(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) 
     scale[m]^2: codebook + sums / mass minimises the weighted sum of ||h_m - scale[m] C[b_m]||^2, given h. Vectors of x
     [N, D] whose weights [N, M] are 0 may hold anything.
     """
-    with torch.autocast(x.device.type, enabled=False):
+    with modes.precise(x.device.type):
         rows = codec.rows(codes)
         x, codebook, scale, offset, weights = widened(x, *codec.tensors(), weights)
         h, sums = x if offset is None else x - offset, torch.zeros_like(codebook)
@@ -151,7 +152,7 @@ def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Ten
 
     A path is judged by sum_m omega[m] * d_m^2, all levels alike if omega is None; `beam=1` is greedy.
     """
-    with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+    with torch.no_grad(), modes.precise(x.device.type):
         h, codec = _centred(x, codec)
         K, D = codec.codewords, h.shape[1]
         rows = max(1, _MAX_SCORES // (beam * max(K, D)))  # of [rows, beam, K] or [rows, beam, D] at a time
@@ -183,7 +184,7 @@ def code_dtype(K: int) -> torch.dtype:
 
 def decode(codes: Tensor, codec: Parameters, lengths: Tensor | None = None) -> Tensor:
     """The vectors [N, D] that codes [N, L] stand for, or the first lengths [N] levels of each; differentiable."""
-    with torch.autocast(codec.codebook.device.type, enabled=False):
+    with modes.precise(codec.codebook.device.type):
         codebook, scale, offset = widened(*codec.tensors())
         first, *others = codec.rows(codes).unbind(dim=1)
         x_hat = scale[0] * codebook[first]
@@ -251,7 +252,7 @@ def _encode_beam(h: Tensor, codec: Parameters, beam: int, omega: Tensor | None) 
 
 def still_to_come(omega: Tensor) -> Tensor:
     """[M]: a path in a beam pays what its finished levels cost, plus its present error times this."""
-    return omega.flip(0).cumsum(0).flip(0).clamp_min(FLOOR * float(omega.sum()))
+    return torch.maximum(omega.flip(0).cumsum(0).flip(0), FLOOR * omega.sum())
 
 
 def _centred(x: Tensor, codec: Parameters) -> tuple[Tensor, Parameters]:

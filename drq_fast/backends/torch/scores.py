@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import checks
+from ... import checks, modes
 from ..types import Database, Lists, Parameters, SearchResult, Stored
 from . import inverted
 from .levels import decode, root, widened
@@ -73,7 +73,7 @@ def adc(query: Tensor, codes: Tensor, codec: Parameters, metric: str, norms: Ten
     "l2" is the squared distance (less is better), "ip" the inner product, "cosine" the cosine (more is better).
     norms [N]: what `squared_norms` returns; computed if None. Codes [Q, N, L] are each query's own, with norms [Q, N].
     """
-    with torch.autocast(query.device.type, enabled=False):
+    with modes.precise(query.device.type):
         query, codebook, scale, offset, norms = widened(query, *codec.tensors(), norms)
         codes = numbers(codes)
         prepared = prepare(query, codebook, offset, metric)
@@ -100,17 +100,32 @@ def search(
     if candidates is not None:
         database = database.rows(candidates)
     codes, codec, metric, norms = database.codes, database.codec, database.metric, database.norms
+    rows = _rows_at_a_time(codes)
     if metric != "ip" and norms is None:
         _, codebook, scale, offset = widened(query, *codec.tensors())
         norms = squared_norms(codes, Parameters(codebook, scale, offset, codec.groups), metric)
 
-    def best(some: Tensor) -> SearchResult:
-        scores = adc(some, codes, codec, metric, norms)
+    def best_from(some: Tensor, first: int) -> tuple[Tensor, Tensor]:
+        own = None if norms is None else norms[first : first + rows]
+        scores = adc(some, codes[first : first + rows], codec, metric, own)
         order = rank(scores.detach(), k, metric)
-        return pad_result(scores.gather(1, order), order if candidates is None else candidates[order], k, metric)
+        return scores.gather(1, order), order + first
 
-    parts = [best(some) for some in query.split(max(1, _MAX_SCORES // max(1, len(codes))))]
+    def best(some: Tensor) -> SearchResult:
+        found = [best_from(some, first) for first in range(0, max(1, len(codes)), rows)]
+        scores, positions = (torch.cat(columns, dim=1) for columns in zip(*found, strict=True))
+        if len(found) > 1:
+            order = rank(scores.detach(), k, metric)  # equal scores stand in the order of their positions
+            scores, positions = scores.gather(1, order), positions.gather(1, order)
+        return pad_result(scores, positions if candidates is None else candidates[positions], k, metric)
+
+    parts = [best(some) for some in query.split(max(1, _MAX_SCORES // max(1, min(rows, len(codes)))))]
     return SearchResult(torch.cat([p.scores for p in parts]), torch.cat([p.positions for p in parts]))
+
+
+def _rows_at_a_time(codes: Tensor) -> int:
+    """How many codes [N, L] are scored at a time: a code takes about L + 2 numbers of 8 bytes."""
+    return max(1, _MAX_SCORES // (codes.shape[1] + 2))
 
 
 @torch.no_grad()
@@ -162,7 +177,7 @@ def _ordered_sum(terms: Tensor) -> Tensor:
 
 def _search_lists(query: Tensor, database: Database, lists: Lists, k: int, probes: int | None) -> SearchResult:
     codec, metric = database.codec, database.metric
-    with torch.autocast(query.device.type, enabled=False):
+    with modes.precise(query.device.type):
         wide, codebook, _, offset, centroids = widened(query, *codec.tensors(), lists.centroids)
         prepared = prepare(wide, codebook, offset, metric)
         return search_given_lists(
@@ -202,34 +217,45 @@ def squared_norms(codes: Tensor, codec: Parameters, metric: str, lists: Lists | 
     With lists, xhat has the centroid of its list in it. A function of the codes (and their list) alone, added up in a
     fixed order, so that equal codes tie exactly.
     """
-    with torch.autocast(codec.codebook.device.type, enabled=False):
+    with modes.precise(codec.codebook.device.type):
         codebook, scale, offset = widened(*codec.tensors())
-        shift, codes = (offset if metric == "cosine" else None), numbers(codes)
+        shift = offset if metric == "cosine" else None
         if len(codebook) > _MAX_GRAM:
-            shifted = Parameters(codebook, scale, shift, codec.groups)
+            codes, shifted = numbers(codes), Parameters(codebook, scale, shift, codec.groups)
             return (
                 _squared_norms_of_distinct(codes, shifted) if lists is None else _decoded_norms(codes, shifted, lists)
             )
-        rows = codec.rows(codes)
-        total = _gram_sums(rows, codebook, scale)
-        if lists is not None:
-            for part in inverted.shifts_of(Parameters(codebook, scale, offset), metric, lists):
-                own = lists.of(torch.arange(part.begin, part.end, device=codes.device)) - part.first
-                for i, b_i in enumerate(rows[part.begin : part.end].unbind(dim=1)):
-                    total[part.begin : part.end] += scale[i] * part.inner[own, b_i]
-                total[part.begin : part.end] += part.constants[own]
-        elif shift is not None:
-            inner = 2 * (codebook @ shift)
+        gram, step = codebook @ codebook.T, _rows_at_a_time(codes)
+        inner, constant = (
+            (None, None) if shift is None or lists is not None else (2 * (codebook @ shift), shift @ shift)
+        )
+
+        def of_codes(some: Tensor) -> Tensor:
+            rows = codec.rows(numbers(some))
+            total = _gram_sums(rows, gram, scale)
+            if inner is None or constant is None:
+                return total
             for i, b_i in enumerate(rows.unbind(dim=1)):
                 total = total + scale[i] * inner[b_i]
-            total = total + shift @ shift
+            return total + constant
+
+        total = torch.cat([of_codes(some) for some in codes.split(step)])
+        if lists is None:
+            return total
+        for part in inverted.shifts_of(Parameters(codebook, scale, offset), metric, lists):
+            for first in range(part.begin, part.end, step):
+                here = slice(first, min(first + step, part.end))
+                own = lists.of(torch.arange(here.start, here.stop, device=codes.device)) - part.first
+                for i, b_i in enumerate(codec.rows(numbers(codes[here])).unbind(dim=1)):
+                    total[here] += scale[i] * part.inner[own, b_i]
+                total[here] += part.constants[own]
         return total
 
 
-def _gram_sums(rows: Tensor, codebook: Tensor, scale: Tensor) -> Tensor:
-    """||sum_m scale[m] C[rows_m]||^2 [N] from inner products of codewords."""
-    gram, columns = codebook @ codebook.T, rows.unbind(dim=1)
-    total = torch.zeros(len(rows), dtype=codebook.dtype, device=codebook.device)
+def _gram_sums(rows: Tensor, gram: Tensor, scale: Tensor) -> Tensor:
+    """||sum_m scale[m] C[rows_m]||^2 [N] from inner products [T, T] of codewords."""
+    columns = rows.unbind(dim=1)
+    total = torch.zeros(len(rows), dtype=gram.dtype, device=gram.device)
     for i, b_i in enumerate(columns):
         for j, b_j in enumerate(columns[:i]):
             total = total + (2 * scale[i] * scale[j]) * gram[b_i, b_j]
