@@ -126,6 +126,16 @@ class Codec(Parameters):
         scale, settings = parts[0].new_ones(len(parts)), {"level_weights": level_weights, "unit": unit}
         return cls(torch.cat(parts), scale, offset, codebooks=len(parts), **settings, device=device)  # type: ignore[arg-type]
 
+    @classmethod
+    def from_faiss(cls, quantizer: Any, device: torch.device | str | None = None) -> Codec:
+        """The codebooks of a trained faiss.ResidualQuantizer, one for each level.
+
+        >>> codec = Codec.from_faiss(theirs.rq)
+        """
+        from .interop.faiss import codec_from_faiss
+
+        return codec_from_faiss(quantizer, device)
+
     @property
     def bits(self) -> int:
         """Length of a full code in bits; `levels` parts of equal length make it up."""
