@@ -15,13 +15,14 @@ from . import checks, files, functional, modes
 from .backends.torch import code_dtype
 from .backends.types import Parameters
 from .codes import bits
+from .pretrained import Pretrained
 
 Array = TypeVar("Array", Tensor, np.ndarray)
 
 _BLOCK = 1 << 24  # floats of x, times the width of the beam, between two updates of the progress bar
 
 
-class Codec(Parameters):
+class Codec(Parameters, Pretrained):
     """codebook [G * K, D], scale [M] and offset [D] or None, copied as float32 and never changed; safe for threads.
 
     codebooks: G, the number of codebooks, each of which M / G neighbouring levels share, or how many levels each of

@@ -13,7 +13,7 @@ PACKAGE = ROOT / "drq_fast"
 # Each floor may import from the floors below it.
 FLOORS = [
     ["constants", "_C", "kernels"],
-    ["blocks", "checks", "modes", "ranks"],
+    ["blocks", "checks", "modes", "pretrained", "ranks"],
     ["backends", "codes", "sampling"],
     ["functional", "files", "refit"],
     ["codec", "ema", "objective"],
