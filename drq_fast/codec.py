@@ -15,13 +15,14 @@ from . import checks, devices, files, functional, modes
 from .backends.torch import code_dtype
 from .backends.types import Parameters
 from .codes import bits
+from .pretrained import Pretrained
 
 Array = TypeVar("Array", Tensor, np.ndarray)
 
 _BLOCK = 1 << 24  # floats of x, times the width of the beam, between two updates of the progress bar
 
 
-class Codec(Parameters):
+class Codec(Parameters, Pretrained):
     """codebook [G * K, D], scale [M] and offset [D] or None, copied as float32 and never changed; safe for threads.
 
     codebooks: G, the number of codebooks, each of which M / G neighbouring levels share, or how many levels each of
@@ -125,6 +126,16 @@ class Codec(Parameters):
                 checks.fail(op, f"codebooks[{m}]", "[K, D] as all others", checks.shape_of(part))
         scale, settings = parts[0].new_ones(len(parts)), {"level_weights": level_weights, "unit": unit}
         return cls(torch.cat(parts), scale, offset, codebooks=len(parts), **settings, device=device)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_faiss(cls, quantizer: Any, device: torch.device | str | None = None) -> Codec:
+        """The codebooks of a trained faiss.ResidualQuantizer, one for each level.
+
+        >>> codec = Codec.from_faiss(theirs.rq)
+        """
+        from .interop.faiss import codec_from_faiss
+
+        return codec_from_faiss(quantizer, device)
 
     @property
     def bits(self) -> int:

@@ -17,6 +17,7 @@ from .backends.types import Parameters
 from .codec import Array, Codec
 from .codes import bits
 from .parameters import LEVELS, LayerParameters, check_sizes
+from .pretrained import Pretrained
 
 # gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). By
 # benchmarks/ablation_gamma.py, training with less than 4 pulls codewords together; more than 4 changes little.
@@ -34,7 +35,7 @@ class QuantizerOutput(NamedTuple):
     loss: Tensor
 
 
-class RecurrentQuantizer(LayerParameters):
+class RecurrentQuantizer(LayerParameters, Pretrained):
     """Quantizes vectors [..., dim] to codes [..., levels] in 0..codewords-1; any prefix of a code is a shorter code.
 
     codebooks: 1 is the paper's one for all levels, a divisor of `levels` gives each group of neighbouring levels one of

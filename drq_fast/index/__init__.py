@@ -234,6 +234,30 @@ class Index(Storage):
         index._tuning = known
         return index
 
+    def to_faiss(self) -> Any:
+        """The same codes in an IndexResidualQuantizer of faiss or, with lists, in an IndexIVFResidualQuantizer.
+
+        It finds what this index finds by codes. Where ids are not 0, 1, 2, ..., an IndexIDMap2 has those of an index
+        without lists. metric: "l2" or "ip". Vectors beside the codes and `tuning` stay behind.
+
+        >>> faiss.write_index(index.to_faiss(), "vectors.faiss")
+        """
+        from ..interop.faiss import to_faiss
+
+        return to_faiss(self)
+
+    @classmethod
+    def from_faiss(cls, index: Any, device: torch.device | str | None = None) -> Index:
+        """An index with codes, ids and lists of a faiss IndexResidualQuantizer or IndexIVFResidualQuantizer.
+
+        It may be in an IndexIDMap. The codec has a codebook for each level (`Codec.from_faiss`).
+
+        >>> index = Index.from_faiss(faiss.read_index("vectors.faiss"))
+        """
+        from ..interop.faiss import from_faiss
+
+        return from_faiss(index, device)
+
     def _snapshot(self, length: int, keep: Any) -> Searched:
         """What a search reads: the rows, and their first `length` levels with norms and the rows to look at."""
         known = self._searched.get(length) if keep is None else None

@@ -1,0 +1,47 @@
+"""drq_fast for ann-benchmarks; a copy of this folder is `ann_benchmarks/algorithms/drq_fast` of that project."""
+
+import torch
+
+import drq_fast
+
+from ..base.module import BaseANN
+
+METRICS = {"euclidean": "l2", "angular": "cosine"}
+
+
+class DrqFast(BaseANN):
+    """Codes of `bits` in inverted lists, whose best candidates are scored again by float16 vectors."""
+
+    def __init__(self, metric, bits):
+        if metric not in METRICS:
+            raise NotImplementedError(f"drq_fast has no metric {metric}.")
+        self.metric, self.bits, self.probes, self.refine = METRICS[metric], bits, None, None
+        self.threads = torch.get_num_threads()
+
+    def fit(self, X):
+        """X [N, D]; positions are ids."""
+        torch.set_num_threads(self.threads)
+        options = {"bits": self.bits, "metric": self.metric, "vectors": "float16", "seed": 0, "tune": False}
+        self.index = drq_fast.Index.build(X, **options)
+
+    def set_query_arguments(self, probes, refine):
+        """How many lists are looked at, if there are lists, and how many candidates are scored again."""
+        self.probes = None if self.index.lists is None else min(probes, self.index.lists)
+        self.refine = refine
+
+    def query(self, q, n):
+        """The ids [n] of the neighbours of q [D]; with one thread, as the rules are."""
+        torch.set_num_threads(1)
+        return self._search(q, n)
+
+    def batch_query(self, X, n):
+        """Keeps the ids [Q, n] of the neighbours of X [Q, D]."""
+        torch.set_num_threads(self.threads)
+        self.res = self._search(X, n)
+
+    def _search(self, query, n):
+        refine = None if self.refine is None else max(n, self.refine)
+        return self.index.search(query, n, probes=self.probes, refine=refine).ids
+
+    def __str__(self):
+        return f"DrqFast(bits={self.bits}, probes={self.probes}, refine={self.refine})"
