@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -24,6 +22,12 @@ def embeddings():
     return queries.astype(np.float32), corpus
 
 
+@pytest.fixture(scope="module")
+def made(embeddings):
+    """Results, seconds and the index that a first search makes."""
+    return semantic_search_drq(*embeddings, top_k=5, bits=16, output_index=True)
+
+
 def nearest(queries, corpus, k):
     """The k best by cosine: ids [Q, k] and scores [Q, k]."""
     unit = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (queries.astype("d"), corpus.astype("d"))]
@@ -32,42 +36,47 @@ def nearest(queries, corpus, k):
     return ids, np.take_along_axis(scores, ids, axis=1)
 
 
-def test_it_finds_the_nearest_by_cosine(embeddings):
+def test_it_finds_the_nearest_by_cosine(embeddings, made):
     queries, corpus = embeddings
-    results, seconds = semantic_search_drq(queries, corpus, top_k=5, bits=16)
+    results, seconds, index = made
     ids, scores = nearest(queries, corpus, 5)
     assert seconds > 0
     assert [[hit["corpus_id"] for hit in hits] for hits in results] == ids.tolist()
     np.testing.assert_allclose([[hit["score"] for hit in hits] for hits in results], scores, atol=1e-6)
     assert {type(value) for hits in results for hit in hits for value in hit.values()} == {int, float}
-
-
-def test_tensors_single_queries_and_small_corpora(embeddings):
-    queries, corpus = (torch.from_numpy(x) for x in embeddings)
-    several = semantic_search_drq(queries[:2], corpus, bits=16)[0]
-    assert semantic_search_drq(queries[0], corpus, bits=16)[0] == several[:1]
-    assert len(several[0]) == 10  # the default
-    few = semantic_search_drq(queries[:1], corpus[:3], top_k=10, bits=8)[0]
-    assert [hit["corpus_id"] for hit in few[0]] == nearest(queries[:1].numpy(), corpus[:3].numpy(), 3)[0][0].tolist()
-
-
-def test_an_index_is_used_again(embeddings):
-    queries, corpus = embeddings
-    results, _, index = semantic_search_drq(queries, corpus, bits=16, output_index=True)
     assert (index.bits, index.metric, index.vectors) == (16, "cosine", None)
-    assert semantic_search_drq(queries, corpus, corpus_index=index)[0] == results
-    by_codes, _ = semantic_search_drq(queries, corpus_index=index, rescore=False)
-    scores, ids = index.search(queries, 10)
-    assert by_codes[3] == [
-        {"corpus_id": i, "score": s} for i, s in zip(ids[3].tolist(), scores[3].tolist(), strict=True)
+    again, _ = semantic_search_drq(queries, corpus, corpus_index=index, top_k=5)
+    assert again == results
+
+
+def test_tensors_and_single_queries(embeddings, made):
+    queries, corpus = (torch.from_numpy(x) for x in embeddings)
+    several, _ = semantic_search_drq(queries[:2], corpus, corpus_index=made[2])
+    assert semantic_search_drq(queries[0], corpus, corpus_index=made[2])[0] == several[:1]
+    assert len(several[0]) == 10  # the default
+
+
+def test_small_corpora_give_fewer_results(embeddings):
+    queries, corpus = embeddings
+    (hits,), _ = semantic_search_drq(queries[:1], corpus[:3], bits=8)
+    assert [hit["corpus_id"] for hit in hits] == nearest(queries[:1], corpus[:3], 3)[0][0].tolist()
+
+
+def test_codes_alone(embeddings, made):
+    queries, _ = embeddings
+    by_codes, _ = semantic_search_drq(queries, corpus_index=made[2], rescore=False)
+    scores, ids = made[2].search(queries, 10)
+    assert [[(hit["corpus_id"], hit["score"]) for hit in hits] for hits in by_codes] == [
+        list(zip(*row, strict=True)) for row in zip(ids.tolist(), scores.tolist(), strict=True)
     ]
-    assert by_codes != results
+    with pytest.raises(ValueError, match="rescore must be False for an index of codes alone, unless"):
+        semantic_search_drq(queries, corpus_index=made[2])
 
 
 def test_an_index_that_keeps_vectors_and_has_lists(embeddings):
     queries, corpus = embeddings
-    index = drq_fast.Index.build(corpus, bits=16, metric="cosine", vectors="float32", lists=16, tune=False)
-    found, _ = semantic_search_drq(queries, corpus_index=index)
+    index = drq_fast.Index.build(corpus, bits=8, metric="cosine", vectors="float32", lists=16, tune=False)
+    found, _ = semantic_search_drq(queries, corpus_index=index, rescore_multiplier=40)
     assert [[hit["corpus_id"] for hit in hits] for hits in found] == nearest(queries, corpus, 10)[0].tolist()
     near, _ = semantic_search_drq(queries, corpus_index=index, exact=False)
     expected = index.search(queries, 10, refine=100).ids.tolist()
@@ -87,19 +96,6 @@ def test_wrong_arguments(embeddings, arguments, error, message):
     with pytest.raises(error) as caught:
         semantic_search_drq(embeddings[0], **arguments)
     assert str(caught.value) == f"semantic_search_drq: {message}"
-
-
-def test_codes_alone_are_not_rescored_silently(embeddings):
-    queries, corpus = embeddings
-    index = drq_fast.Index.build(corpus, bits=16, metric="cosine", tune=False)
-    with pytest.raises(ValueError, match="rescore must be False for an index of codes alone, unless"):
-        semantic_search_drq(queries, corpus_index=index)
-
-
-def test_sentence_transformers_is_not_imported():
-    assert "drq_fast.interop.sentence_transformers" in sys.modules
-    module = sys.modules["drq_fast.interop.sentence_transformers"]
-    assert not any(getattr(v, "__name__", "").startswith("sentence_transformers") for v in vars(module).values())
 
 
 @pytest.mark.slow

@@ -49,9 +49,9 @@ def semantic_search_drq(
     rescore, exact = checks.boolean(_OP, "rescore", rescore), checks.boolean(_OP, "exact", exact)
     index = corpus_index
     if index is None:
-        assert corpus_embeddings is not None
         lists = None if exact else "auto"
-        index = Index.build(corpus_embeddings, bits=bits, metric="cosine", lists=lists, tune=False)
+        corpus: Any = corpus_embeddings
+        index = Index.build(corpus, bits=bits, metric="cosine", lists=lists, tune=False)
     if rescore and corpus_embeddings is None and index.vectors is None:
         checks.fail(_OP, "rescore", "False for an index of codes alone, unless corpus_embeddings are given", "True")
     options: dict[str, Any] = {"probes": index.lists if exact else None}
