@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -291,3 +293,22 @@ def test_searches_during_changes(x):
         thread.join()
     assert not errors
     assert len(store) == 101
+
+
+@pytest.mark.parametrize(
+    ("module", "missing", "package", "extra"),
+    [
+        ("langchain", "langchain_core", "langchain-core", "langchain"),
+        ("llama_index", "llama_index", "llama-index-core", "llama-index"),
+    ],
+)
+def test_a_missing_framework_is_named_with_its_extra(module, missing, package, extra):
+    code = f"""
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == {missing!r} else found(name, *rest)
+import drq_fast.interop.{module}
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    sentence = f"drq_fast.interop.{module}: {package} is missing; `pip install 'drq_fast[{extra}]'` installs it."
+    assert done.stderr.splitlines()[-1] == f"ModuleNotFoundError: {sentence}"
