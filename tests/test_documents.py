@@ -131,12 +131,14 @@ def test_codes_alone(x):
     assert store.fitted  # the codec stays
 
 
-def test_an_index_of_your_own(x):
-    codec = drq_fast.Codec(torch.from_numpy(x[:256]), torch.tensor([1.0]), None)
+def test_an_index_of_your_own(x, tmp_path):
+    codec = drq_fast.Codec(torch.from_numpy(x[:64]), torch.tensor([1.0, 0.5]), None)
     store = Documents(index=drq_fast.Index(codec, "ip", vectors="float32"))
-    assert (store.fitted, store.bits, store.metric, store.vectors) == (True, 8, "ip", "float32")
+    assert (store.fitted, store.bits, store.metric, store.vectors) == (True, 16, "ip", "float32")
     store.upsert(records(N), x)
     assert ids_of(store.search(x[3], 5)) == [f"id{i}" for i in np.argsort(-(x @ x[3]))[:5]]
+    store.save(tmp_path / "a.jsonl")
+    assert Documents.load(tmp_path / "a.jsonl").index.bits == 12
 
 
 def test_diverse_is_marginal_relevance_by_its_definition(x):
@@ -195,6 +197,7 @@ def test_an_interrupted_save_changes_nothing(x, tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             store.save(path)
     assert len(Documents.load(path)) == 5
+    assert len(list(tmp_path.iterdir())) == 2
     store.save(path)
     assert len(Documents.load(path)) == 4
 
@@ -231,6 +234,7 @@ def test_damaged_files_are_refused(x, tmp_path):
         (Record("a", "a", []), [[1.0]], TypeError, "add: metadata of 'a' must be a dict, got list."),
         (Record("a", "a", {}), [[1.0], [2.0]], ValueError, "add: embeddings must be 1, one per text, got 2."),
         (Record("a", "a", {}), [1.0], ValueError, "add: embeddings must be [n, D], got [1]."),
+        (Record("a", "", {}), [[np.nan]], ValueError, "upsert: x must be finite, got NaN or infinity in row 0."),
         (Record("a", "", {}), [["b"]], TypeError, f"add: embeddings must be {LISTS}, got others."),
     ],
 )  # fmt: skip
@@ -239,7 +243,8 @@ def test_wrong_records(record, embeddings, error, message):
     with pytest.raises(error) as caught:
         store.upsert([record], embeddings)
     assert str(caught.value) == message
-    assert len(store) == 0
+    store.upsert([Record("b", "", {})], [[1.0, 2.0, 3.0]])  # of any number of dimensions
+    assert len(store) == 1
 
 
 @pytest.mark.parametrize("value", [float("nan"), object(), b"bytes"])

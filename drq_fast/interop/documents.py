@@ -9,7 +9,6 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,7 +55,7 @@ class Documents:
         op = "Documents"
         if index is not None:
             _check_index(op, index)
-            bits, metric, vectors = index.bits, index.metric, index.vectors
+            bits, metric, vectors = -(-index.bits // 8) * 8, index.metric, index.vectors  # bits: if fitted again
         elif checks.integer(op, "bits", bits, 8) % 8:
             checks.fail(op, "bits", "a multiple of 8", bits)
         checks.choice(op, "metric", metric, METRICS)
@@ -97,12 +96,12 @@ class Documents:
             checks.fail("add", "embeddings", f"{len(records)}, one per text", len(x))
         last = list({record.id: i for i, record in enumerate(records)}.values())
         with self._lock:
-            if self._index is None:
-                self._index = _exact(x.shape[1], self.metric)
+            index = _exact(x.shape[1], self.metric) if self._index is None else self._index
             new = [records[i].id for i in last if records[i].id not in self._numbers]
             numbers = {id: self._next + i for i, id in enumerate(new)}
             found = {self._numbers.get(r.id, numbers.get(r.id, -1)): r for r in (records[i] for i in last)}
-            self._index.upsert(x[last], np.array(list(found), np.int64), beam=_BEAM)
+            index.upsert(x[last], np.array(list(found), np.int64), beam=_BEAM)
+            self._index = index
             self._records.update(found)
             self._numbers.update(numbers)
             self._next += len(new)
@@ -231,17 +230,21 @@ class Documents:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         with self._lock:
-            before = _named_index(target)
-            name = None if self._index is None else f"{target.stem}-{secrets.token_hex(8)}.drq"
-            if self._index is not None and name is not None:
-                self._index.save(target.parent / name)
+            before, index, made = _named_index(target), self._index, target.stem + f"-{secrets.token_hex(8)}.drq"
             body = "".join(_line([number, *record]) for number, record in self._records.items())
-            header = {"kind": _KIND, "version": _VERSION, "checksum": _checksum(body), "index": name}
+            header = {"kind": _KIND, "version": _VERSION, "checksum": _checksum(body), "next": self._next}
             header |= {name: getattr(self, name) for name in ("bits", "metric", "vectors", "fit_at")}
-            files.write_text(target, _line(header | {"next": self._next}) + body)
+            header["index"] = None if index is None else made
+            try:
+                if index is not None:
+                    index.save(target.parent / made)
+                files.write_text(target, _line(header) + body)
+            except BaseException:
+                if _named_index(target) == before:  # else only what follows the replacement failed
+                    (target.parent / made).unlink(missing_ok=True)
+                raise
         if before is not None:
-            with suppress(FileNotFoundError):
-                before.unlink()
+            before.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, mmap: bool = False) -> Documents:
