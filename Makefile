@@ -31,7 +31,7 @@ fuzz-parsers: $(VENV)/fuzz
 soak: $(VENV)/test
 	$(BIN)/python tests/soak.py --seconds $(SECONDS)
 
-test-all: $(VENV)/test
+test-all: $(VENV)/test $(VENV)/frameworks
 	$(BIN)/python -m pytest
 
 lint: $(VENV)/lint
@@ -101,7 +101,7 @@ $(VENV)/installed: $(SOURCES) | $(VENV)/bin/python
 	@$(PIP) --quiet -e .
 	@touch $@
 
-$(VENV)/demo $(VENV)/test $(VENV)/fuzz $(VENV)/lint $(VENV)/bench: $(VENV)/%: $(VENV)/installed
+$(VENV)/demo $(VENV)/test $(VENV)/frameworks $(VENV)/fuzz $(VENV)/lint $(VENV)/bench: $(VENV)/%: $(VENV)/installed
 	@echo "== Installing the packages of drq_fast[$*]; drq_fast itself is not compiled again"
 	@$(PIP) --quiet "drq_fast[$*]"
 	@touch $@
