@@ -100,9 +100,15 @@ $(VENV)/installed: $(SOURCES) | $(VENV)/bin/python
 	@$(PIP) --quiet -e .
 	@touch $@
 
-$(VENV)/demo $(VENV)/test $(VENV)/fuzz $(VENV)/lint $(VENV)/bench $(VENV)/docs: $(VENV)/%: $(VENV)/installed
+$(VENV)/demo $(VENV)/test $(VENV)/fuzz $(VENV)/lint $(VENV)/bench: $(VENV)/%: $(VENV)/installed
 	@echo "== Installing the packages of drq_fast[$*]; drq_fast itself is not compiled again"
 	@$(PIP) --quiet "drq_fast[$*]"
+	@touch $@
+
+# The site reads the package instead of importing it, so it needs neither torch nor a compiler.
+DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+$(VENV)/docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@$(PIP) --quiet $$($(BIN)/python -c '$(DOCS)')
 	@touch $@
 
 # What builds wheels and cross-compiles, apart from the packages that the project itself uses.
