@@ -162,6 +162,7 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
         loaded = re.findall(r"<(?:script|img|iframe|link)[^>]*(?:src|href)=[\"']?((?:https?:)?//[^\"' >]+)", text)
         assert not loaded, (name, loaded)
     assert 'id="drq_fast.Index.search"' in made["reference/index_.html"]
+    assert "<strong>metric</strong>" in made["reference/index_.html"]
     assert "&lt;h_m, C_k&gt;" in made["math.html"]
     assert ">>>" not in re.sub(r"<[^>]*>", "", made["reference/functional.html"])
 

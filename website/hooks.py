@@ -152,8 +152,8 @@ def _example(found: re.Match[str]) -> str:
 class Arguments(griffe.Extension):
     """Names of arguments in docstrings, as in `k: how many results`, in bold."""
 
-    def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Called for everything that has been read."""
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Called for everything that was read."""
         if obj.docstring is None or not (obj.is_function or obj.is_class):
             return
         names = sorted(each.name.lstrip("*") for each in getattr(obj, "parameters", ()))
