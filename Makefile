@@ -10,7 +10,7 @@ export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_FP16
 export PYTHONDONTWRITEBYTECODE = 1
 NATIVE := $(wildcard csrc/*.* csrc/*/*.* csrc/*/*/*.* tests/native/*.*)
 
-.PHONY: demo test fuzz fuzz-parsers soak test-all lint format bench bench-quick bench-publish bench-scale gpu-check wheel wheel-test cross clean
+.PHONY: demo test fuzz fuzz-parsers soak test-all lint format bench bench-quick bench-publish bench-scale gpu-check wheel wheel-test cross docs clean
 
 demo: $(VENV)/demo
 	$(BIN)/python examples/digits.py
@@ -84,6 +84,10 @@ wheel-test: wheel
 cross: out/tools/ready
 	out/tools/bin/python release/cross.py out/cross
 
+# The pages and an API reference as a site: python -m http.server -d out/docs
+docs: $(VENV)/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet -f website/mkdocs.yml
+
 clean:
 	rm -rf $(VENV) build dist out *.egg-info drq_fast/*.so
 
@@ -104,6 +108,12 @@ $(VENV)/installed: $(SOURCES) | $(VENV)/bin/python
 $(VENV)/demo $(VENV)/test $(VENV)/frameworks $(VENV)/fuzz $(VENV)/lint $(VENV)/bench: $(VENV)/%: $(VENV)/installed
 	@echo "== Installing the packages of drq_fast[$*]; drq_fast itself is not compiled again"
 	@$(PIP) --quiet "drq_fast[$*]"
+	@touch $@
+
+# The site reads the package instead of importing it, so it needs neither torch nor a compiler.
+DOCS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
+$(VENV)/docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@$(PIP) --quiet $$($(BIN)/python -c '$(DOCS)')
 	@touch $@
 
 # What builds wheels and cross-compiles, apart from the packages that the project itself uses.

@@ -109,11 +109,18 @@ def test_the_package_names_its_author():
     assert 'authors = [{ name = "drq_fast developers" }]' in text
 
 
-def test_wheels_have_every_package():
-    text = (ROOT / "pyproject.toml").read_text()
-    listed = re.findall(r'"(.+?)"', text.partition("\npackages = [")[2].partition("]")[0])
-    there = {".".join(path.relative_to(ROOT).parts[:-1]) for path in (ROOT / "drq_fast").rglob("*.py")}
-    assert sorted(listed) == sorted(there | {"drq_fast.kernels"})
+def test_wheels_have_every_package_and_every_file():
+    tomllib = pytest.importorskip("tomllib", reason="Python 3.10 cannot read TOML")
+    made = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    files = [path for path in (ROOT / "drq_fast").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    package_of = {path: ".".join(path.relative_to(ROOT).parts[:-1]) for path in files}
+    kernels = {path.parent for path in (ROOT / "kernels").rglob("*.py")}
+    assert kernels == {ROOT / "kernels"}
+    assert sorted(made["packages"]) == sorted({*package_of.values(), "drq_fast.kernels"})
+    others = [path for path in files if path.suffix not in (".py", ".so", ".pyd")]
+    missing = [path for path in others if path.name not in made["package-data"].get(package_of[path], [])]
+    assert others
+    assert not missing
 
 
 def test_source_tree_without_a_build_works_and_warns_once(tmp_path):
