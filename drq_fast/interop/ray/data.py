@@ -66,15 +66,21 @@ def encode_files(
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     todo = parquet.tasks(codec, sources, folder, column=column, output=output, beam=beam)
-    items = ray.data.from_items([task._asdict() for task in todo], override_num_blocks=len(todo))
-    pool = _pool(None if workers is None else min(workers, len(todo)))
-    done = items.map(_FileEncoder, fn_constructor_args=(codec,), compute=pool, **({"num_cpus": 1} | options))
+    items = [{"task": list(task)} for task in todo]
+    done = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+        _FileEncoder,
+        fn_constructor_args=(codec,),
+        batch_format="numpy",
+        batch_size=1,
+        compute=_pool(None if workers is None else min(workers, len(items))),
+        **({"num_cpus": 1} | options),
+    )
     rows, errors = 0, list[str]()
-    bar = tqdm(total=len(todo), desc="encode", unit="file", disable=None)
+    bar = tqdm(total=len(items), desc="encode", unit="file", disable=None)
     with bar, _quietly():
         for row in done.iter_rows():
-            rows += row["rows"]
-            errors += [row["error"]] if row["error"] else []
+            rows += int(row["rows"])
+            errors += [str(row["error"])] if row["error"] else []
             bar.update()
     if errors:
         raise FileError(min(errors))
@@ -133,12 +139,17 @@ class _FileEncoder:
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
 
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        task = parquet.Task(**row)
-        try:
-            return {"rows": parquet.encode_file(self.codec, task), "error": ""}
-        except (FileError, OSError) as wrong:  # once all files have been tried
-            return {"rows": 0, "error": str(wrong)}
+    def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[Any]]:
+        found: dict[str, list[Any]] = {"rows": [], "error": []}
+        for source, target, column, output, beam, made_by in batch["task"]:
+            task = parquet.Task(source, target, column, output, int(beam), made_by)
+            try:
+                rows, error = parquet.encode_file(self.codec, task), ""
+            except (FileError, OSError) as wrong:
+                rows, error = 0, str(wrong)
+            found["rows"].append(rows)
+            found["error"].append(error)
+        return found
 
 
 def _pool(workers: int | None) -> Any:

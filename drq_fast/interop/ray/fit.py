@@ -78,13 +78,12 @@ class _Worker:
         """Reads the vectors of a dataset, the first of which has the number first * block; returns how many."""
         torch.set_num_threads(threads)
         blocks, where = [], f"column {column!r}"
-        with in_order(dataset):
-            tables = dataset.iter_batches(batch_size=block, batch_format="pyarrow")
-            for number, table in enumerate(tables, first):
-                x = torch.from_numpy(parquet.vectors("fit", table.column(column), dim, where, number * block).copy())
-                x = directions(x) if unit else x
-                checks.squarable("fit", column, x)
-                blocks.append(fitting.Block(x, number, block))
+        tables = dataset.iter_batches(batch_size=block, batch_format="pyarrow")
+        for number, table in enumerate(tables, first):
+            x = torch.from_numpy(parquet.vectors("fit", table.column(column), dim, where, number * block).copy())
+            x = directions(x) if unit else x
+            checks.squarable("fit", column, x)
+            blocks.append(fitting.Block(x, number, block))
         self.blocks = Blocks(blocks, first)
         return sum(len(each.x) for each in blocks)
 
