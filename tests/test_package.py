@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import pydoc
-import re
 import shutil
 import subprocess
 import sys
