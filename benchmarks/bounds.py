@@ -83,13 +83,13 @@ def distortion(D: int, K: int, M: int) -> Cost:
 
 
 def distortion_again(D: int, K: int, M: int) -> Cost:
-    """Scores in, all Delta and t_M out."""
-    return Cost(bytes=8 * K + 4 * K * M + 8 * M, others=AGAIN * M * K)
+    """Scores in, all Delta out."""
+    return Cost(bytes=4 * K + 4 * K * M + 8 * M, others=AGAIN * M * K)
 
 
 def distortion_backward(D: int, K: int, M: int) -> Cost:
-    """Scores, t_M and all Delta in; dS and dt of all levels out; Delta G inside."""
-    return Cost(bytes=12 * K + 8 * K * M, inside=2 * K * K * M, others=BACKWARD * M * K)
+    """Scores and all Delta in; dS and dt of all levels out; Delta G inside."""
+    return Cost(bytes=8 * K + 8 * K * M, inside=2 * K * K * M, others=BACKWARD * M * K)
 
 
 def scatter(D: int, K: int, M: int) -> Cost:

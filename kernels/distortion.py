@@ -201,7 +201,6 @@ def _scores_at(
     codes,
     scratch,
     n,
-    k,
     live,
     small,
     K,
@@ -214,6 +213,7 @@ def _scores_at(
     PRECISION: tl.constexpr,
 ):
     """t_m [ROWS, KP], from x - xhat where `small`. All threads must have read what they need of scratch [N, KP]."""
+    k = tl.arange(0, KP)
     t = tl.load(scores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
     for i in range(m):
         before = tl.load(codes + n * M + i, mask=live, other=0).to(tl.int32)
@@ -287,7 +287,7 @@ def distortion_backward_kernel(
     after = _residual_at(residuals, norm, n, live, M, M)  # r_{m+1}
     small = after < norm * REBASE
     t = _scores_at(
-        x, codebook, scores, gram, scale, codes, dscores, n, k, live, small, K, D, M, M, KP, TILE, COLUMNS, PRECISION
+        x, codebook, scores, gram, scale, codes, dscores, n, live, small, K, D, M, M, KP, TILE, COLUMNS, PRECISION
     )  # [ROWS, KP], t_{m+1}
     dt = tl.zeros((ROWS, KP), dtype=tl.float32)
     rho = tl.zeros((ROWS,), dtype=tl.float32)  # dL/dr
@@ -315,25 +315,7 @@ def distortion_backward_kernel(
         small = (r < norm * REBASE) & (m > 0)
         tl.debug_barrier()  # all threads have read the product
         t = _scores_at(
-            x,
-            codebook,
-            scores,
-            gram,
-            scale,
-            codes,
-            dscores,
-            n,
-            k,
-            live,
-            small,
-            K,
-            D,
-            M,
-            m,
-            KP,
-            TILE,
-            COLUMNS,
-            PRECISION,
+            x, codebook, scores, gram, scale, codes, dscores, n, live, small, K, D, M, m, KP, TILE, COLUMNS, PRECISION
         )
         p, distance = _soft_choice(t, r, after, hot, k, s, diagonal, sharpness, inside)
         after = r
