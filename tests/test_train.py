@@ -28,6 +28,7 @@ from drq_fast.retrieval.datasets import FeatureArray, Images, one_hot, read_word
 from drq_fast.retrieval.evaluate import evaluate_codes
 from drq_fast.retrieval.model import Model
 from drq_fast.retrieval.settings import ABLATIONS, Config
+from drq_fast.retrieval.stage_one import Given
 from drq_fast.retrieval.train import CHECKPOINT, features, train
 
 CLASSES = 5
@@ -440,9 +441,8 @@ def test_strength_of_augmentation(monkeypatch):
     seen = []
     monkeypatch.setattr(loop, "augment", lambda images, *strength: seen.append(strength) or images.float())
     items = Images(np.zeros((8, 3, 6, 6), np.uint8), one_hot(np.arange(8) % 2, 2), ["a", "b"])
-    run = loop._Run(
-        make_model(words=torch.eye(2, 6)), items, torch.arange(8), Config(crop=0.25, colour=0.5, hole=0.0), None
-    )
+    model = Model(Given(6), torch.eye(2, 6), dim=16, codewords=16, levels=3)
+    run = loop._Run(model, items, torch.arange(8), Config(crop=0.25, colour=0.5, hole=0.0), None)
     run.view(items[[0]])
     assert seen == [(6, 0.25, 0.5, 0.0)]
     with pytest.raises(ValueError, match=r"^Config: hole must be at most 1, got 1.5\.$"):
