@@ -81,6 +81,7 @@ class Task:
             words=options.words,
             protocol=options.protocol,
             size=options.size,
+            test_size=options.test_size,
             codewords=self.rule.codewords[0],
         )
         self.config, self.images = override(self.settings.config, options.set), not self.settings.of_features
@@ -95,6 +96,7 @@ class Task:
             "words": self.options.words and self.options.words.name,
             "protocol": self.options.protocol,
             "size": self.options.size if self.images else None,
+            "test_size": self.options.test_size,
             "stage_one": self.options.stage_one is not None or None,  # files of runs without it do not say so
             "peers": self.options.peers,
             "limits": self.options.limits,
@@ -222,6 +224,7 @@ def table(task: Task, runs: dict[str, list[Run]], command: str, title: str) -> s
         if task.images
         else "given features"
     )
+    backbone += f", tested at {task.options.test_size} x {task.options.test_size}" if task.options.test_size else ""
     backbone += SHARED if task.options.stage_one else ""
     seeds = len(next(iter(runs.values())))
     lines = [
@@ -302,6 +305,7 @@ def main() -> None:
     parser.add_argument("--protocol", choices=PROTOCOLS, default="cifar10-2")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--size", type=int, default=128, help="of images, in pixels")
+    parser.add_argument("--test-size", type=int, help="of images after training, if another")
     parser.add_argument("--run", type=Path, help="folder of checkpoints")
     parser.add_argument("--stage-one", type=Path, help="folder of stage 1, shared by models with other codebooks")
     parser.add_argument("--ablations", action="store_true")
@@ -331,6 +335,7 @@ def main() -> None:
     command = "python benchmarks/paper.py " + " ".join(f"--{k} {v}" for k, v in named.items() if v is not None)
     command += f" --curve {options.curve.name}" if options.curve else ""
     command += "".join(f" --{flag}" for flag in ("ablations", "peers", "limits", "validate") if getattr(options, flag))
+    command += f" --test-size {options.test_size}" if options.test_size else ""
     command += f" --stage-one {options.stage_one.name}" if options.stage_one else ""
     command += f" --set {' '.join(options.set)}" if options.set else ""
     text = table(task, runs, command + (f' --name "{options.name}"' if options.name else ""), options.name or "paper")

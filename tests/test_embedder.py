@@ -76,15 +76,20 @@ def test_images_are_embedded_as_by_evaluate(made, here, name):
     assert embedder.side == 64
 
 
-def test_a_run_that_shares_stage_one(made, tmp_path):
-    data = ["--data", made / "images", *COUNTS, *NETWORK, "--no-amp", "--stage-one", tmp_path / "one"]
-    for name, options in (("4", ()), ("8", ("--codewords", "8"))):
-        command("train", tmp_path / name, *data, *options)
+def test_runs_that_share_stage_one_and_another_size_for_tests(made, tmp_path):
+    data = ["--data", made / "images", *COUNTS, *NETWORK, "--no-amp"]
+    for name, options in (("4", ()), ("8", ("--codewords", "8")), ("64", ("--test-size", "64", "--average", "0.9"))):
+        one = tmp_path / ("other" if name == "64" else "one")
+        command("train", tmp_path / name, *data, *options, "--stage-one", one)
         command("evaluate", tmp_path / name, "--exact")
         config = json.loads((tmp_path / name / "config.json").read_text())
-        assert config["stage_one"] == str(tmp_path / "one")
+        assert config["stage_one"] == str(one)
         x = Embedder.load(tmp_path / name).embed(query_files(made))
         torch.testing.assert_close(x, torch.from_numpy(np.load(tmp_path / name / "queries.npy")))
+    larger, x = Embedder.load(tmp_path / "64"), torch.from_numpy(np.load(tmp_path / "64" / "queries.npy"))
+    assert larger.model.backbone.pixels.size == 32
+    larger.size = 32
+    assert not torch.allclose(larger.embed(query_files(made)), x)
 
 
 def test_kinds_of_images(made, here):

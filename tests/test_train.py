@@ -21,12 +21,14 @@ from patience import PATIENCE
 from drq_fast import files
 from drq_fast.files import FileError
 from drq_fast.retrieval import checkpoint
+from drq_fast.retrieval import train as loop
 from drq_fast.retrieval.augment import augment
 from drq_fast.retrieval.backbones import Precomputed
 from drq_fast.retrieval.datasets import FeatureArray, Images, one_hot, read_words
 from drq_fast.retrieval.evaluate import evaluate_codes
 from drq_fast.retrieval.model import Model
 from drq_fast.retrieval.settings import ABLATIONS, Config
+from drq_fast.retrieval.stage_one import Given
 from drq_fast.retrieval.train import CHECKPOINT, features, train
 
 CLASSES = 5
@@ -192,7 +194,8 @@ def test_numbers_of_numpy_become_pythons():
         Config(rate=True)
 
 
-def test_every_checkpoint_leads_to_the_same_end(tmp_path, monkeypatch):
+@pytest.mark.parametrize("average", [0.0, 0.8])
+def test_every_checkpoint_leads_to_the_same_end(tmp_path, monkeypatch, average):
     """Also the one after the last step of an epoch, before its losses are recorded."""
     contents, save = [], checkpoint.save
 
@@ -201,7 +204,8 @@ def test_every_checkpoint_leads_to_the_same_end(tmp_path, monkeypatch):
         contents.append(path.read_bytes())
 
     monkeypatch.setattr(checkpoint, "save", record)
-    config, whole = dataclasses.replace(SHORT, epochs=(1, 0, 1), batch=80), make_model()
+    config = dataclasses.replace(SHORT, epochs=(1, 0, 1), batch=80, average=average)
+    whole = make_model()
     history = train(whole, blobs(), config=config, folder=tmp_path)
     monkeypatch.undo()
     assert len(contents) == 5  # after each of 4 steps, and at the end
@@ -394,6 +398,55 @@ def test_augment_cuts_a_square_out_of_half_of_the_views():
     cut = grey[sizes == 16]
     assert bool((cut.any(dim=1).sum(dim=1) == 4).all())
     assert bool(cut.any(dim=0).all())  # anywhere
+
+
+def test_averages_of_weights_by_hand(monkeypatch):
+    steps, step = [], loop._Run.step
+
+    def recorded(run, *arguments):
+        losses = step(run, *arguments)
+        steps.append({name: value.clone() for name, value in run.model.state_dict().items()})
+        return losses
+
+    started, restart = [], loop.Average.restart
+
+    def restarted(average, prefix):
+        restart(average, prefix)
+        started.append(average.values["quantizer.codebook"].clone())
+
+    monkeypatch.setattr(loop._Run, "step", recorded)
+    monkeypatch.setattr(loop.Average, "restart", restarted)
+    plain, averaged = make_model(), make_model()
+    train(plain, blobs(), config=dataclasses.replace(SHORT, epochs=(1, 1, 0)))
+    steps.clear()
+    train(averaged, blobs(), config=dataclasses.replace(SHORT, epochs=(1, 1, 0), average=0.8))
+    assert len(steps) == 10
+    assert all(
+        torch.equal(steps[-1][name], value) for name, value in plain.state_dict().items()
+    )  # training is the same
+    for name in ("head.fc8.weight", "backbone.layers.1.bias"):
+        expected = steps[0][name]
+        for number, weights in enumerate(steps, 1):
+            expected = expected.lerp(weights[name], max(0.2, 9 / (number + 9)))
+        torch.testing.assert_close(averaged.state_dict()[name], expected)
+    (codebook,) = started
+    for number, weights in enumerate(steps[5:], 6):  # of stage 2 alone
+        codebook = codebook.lerp(weights["quantizer.codebook"], max(0.2, 9 / (number + 9)))
+    torch.testing.assert_close(averaged.state_dict()["quantizer.codebook"], codebook)
+    with pytest.raises(ValueError, match=r"^Config: average must be below 1, got 1.0\.$"):
+        Config(average=1.0)
+
+
+def test_strength_of_augmentation(monkeypatch):
+    seen = []
+    monkeypatch.setattr(loop, "augment", lambda images, *strength: seen.append(strength) or images.float())
+    items = Images(np.zeros((8, 3, 6, 6), np.uint8), one_hot(np.arange(8) % 2, 2), ["a", "b"])
+    model = Model(Given(6), torch.eye(2, 6), dim=16, codewords=16, levels=3)
+    run = loop._Run(model, items, torch.arange(8), Config(crop=0.25, colour=0.5, hole=0.0), None)
+    run.view(items[[0]])
+    assert seen == [(6, 0.25, 0.5, 0.0)]
+    with pytest.raises(ValueError, match=r"^Config: hole must be at most 1, got 1.5\.$"):
+        Config(hole=1.5)
 
 
 def test_wrong_arguments():

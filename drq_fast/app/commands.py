@@ -20,7 +20,7 @@ from ..index import Index
 from ..index.source import sample_of
 from ..quantizer import RecurrentQuantizer
 from ..retrieval.experiment import Experiment, ItemSource, side
-from ..retrieval.settings import Config, Settings
+from ..retrieval.settings import NEW_IN_CONFIG, NEW_SETTINGS, Config, Settings
 from ..semantic import SemanticIds
 from . import info as information
 from . import metrics as measures
@@ -323,6 +323,7 @@ def _make_way(run: Run, config: dict[str, Any], force: bool) -> None:
     An unfinished training with the same settings stays, so that it is resumed, with or without `force`.
     """
     there = run.read_json(run.config, "train") if run.config.exists() else {}
+    there = NEW_SETTINGS | NEW_IN_CONFIG | there if there else there
     differing = sorted(name for name in config if name not in _FACTS and there.get(name) != config[name])
     if not differing and not run.model.exists():
         return

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,6 +54,20 @@ class Pixels(nn.Module):
             return images
         shrinks = min(images.shape[2:]) > self.size
         return F.interpolate(images, (self.size, self.size), mode="bilinear", antialias=shrinks)
+
+
+@contextmanager
+def at_size(backbone: nn.Module, size: int | None) -> Iterator[None]:
+    """Within this context, a backbone that resizes images resizes them to `size`, if given."""
+    pixels = getattr(backbone, "pixels", None)
+    if pixels is None or size is None:
+        yield
+        return
+    before, pixels.size = pixels.size, size
+    try:
+        yield
+    finally:
+        pixels.size = before
 
 
 class AlexNet(nn.Module):

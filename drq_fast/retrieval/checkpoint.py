@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import files
+from .settings import NEW_IN_CONFIG
 
 # What has changed if a setting that a checkpoint records as a checksum is another.
 _CHECKSUMS = {
@@ -34,27 +35,36 @@ def make_folder(folder: Path) -> None:
 
 
 def save(
-    path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run: dict[str, Any], position: dict[str, Any]
+    path: Path,
+    model: nn.Module,
+    optimiser: torch.optim.Optimizer,
+    run: dict[str, Any],
+    position: dict[str, Any],
+    average: dict[str, Tensor],
 ) -> None:
-    """Writes a checkpoint atomically. run: settings that a resumed run must share."""
+    """Writes a checkpoint atomically. run: settings that a resumed run must share. average: of weights, by name."""
     tensors = {f"model.{name}": value for name, value in model.state_dict().items()}
     for number, state in optimiser.state_dict()["state"].items():
         tensors |= {f"optimiser.{number}.{name}": value for name, value in state.items()}
+    tensors |= {f"average.{name}": value for name, value in average.items()}
     tensors = {
         name: value.clone() for name, value in tensors.items()
     }  # safetensors refuses parameters that share memory
     files.write(path, "training", tensors, {"run": run, "position": position})
 
 
-def restore(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run: dict[str, Any]) -> dict[str, Any]:
-    """Restores model and optimiser and returns the position, which the caller checks.
+def restore(
+    path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Restores model and optimiser and returns the position, which the caller checks, and the average of weights.
 
     Raises FileError for a checkpoint of another run, and if its contents are not those of a checkpoint.
     """
     tensors, stored, _ = files.read(path, "training")
     with files.describing(path, "a training"):
         found, position = _flat(dict(stored["run"])), dict(stored["position"])
-    wanted = _flat(json.loads(json.dumps(run)))
+    new = {f"config.{name}": None for name in NEW_IN_CONFIG}  # what `run` leaves out, a checkpoint must not have either
+    wanted = new | _flat(json.loads(json.dumps(run)))
     for name in wanted:
         if found.get(name) != wanted[name]:
             if name in _CHECKSUMS:
@@ -68,9 +78,12 @@ def restore(path: Path, model: nn.Module, optimiser: torch.optim.Optimizer, run:
             raise files.FileError(f"train: {path} belongs to another model: it differs in {name!r}.")
     with files.describing(path, "a training"):
         state = _optimiser_state(tensors, [p for group in optimiser.param_groups for p in group["params"]])
+    average = {name.removeprefix("average."): t for name, t in tensors.items() if name.startswith("average.")}
+    if any(name not in expected or expected[name].shape != value.shape for name, value in average.items()):
+        raise files.FileError(f"train: {path} belongs to another model: it differs in the average of weights.")
     model.load_state_dict(weights)
     optimiser.load_state_dict({"state": state, "param_groups": optimiser.state_dict()["param_groups"]})
-    return position
+    return position, {name: value.to(expected[name].device) for name, value in average.items()}
 
 
 def _optimiser_state(tensors: dict[str, Tensor], parameters: list[Tensor]) -> dict[int, dict[str, Tensor]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import checks, files
 from ..files import FileError
 from ..quantizer import RecurrentQuantizer
-from .backbones import fill
+from .backbones import at_size, fill
 from .datasets import pictures, pictures_in
 from .experiment import check_quantizer, image_backbone, side
 from .model import Model
@@ -33,8 +33,8 @@ class Embedder:
     >>> scores, ids = drq_fast.Index.load("run/index.drq").search(x, k=10)
     """
 
-    def __init__(self, model: Model, side: int, amp: bool) -> None:
-        self.model, self.side, self.amp = model.eval(), side, amp
+    def __init__(self, model: Model, side: int, amp: bool, size: int | None = None) -> None:
+        self.model, self.side, self.amp, self.size = model.eval(), side, amp, size
 
     @classmethod
     def load(cls, folder: str | os.PathLike[str]) -> Embedder:
@@ -51,7 +51,7 @@ class Embedder:
         if settings.of_features:
             raise FileError(f"load: {run} was trained on features, so it has no network for images.")
         quantizer = RecurrentQuantizer.load(run / MODEL)
-        return cls(_model(run, settings, quantizer), _side(run, settings, config), training.amp)
+        return cls(_model(run, settings, quantizer), _side(run, settings, config), training.amp, settings.test_size)
 
     def embed(self, images: Any) -> Tensor:
         """x [N, dim] in float32 of N images, computed with a progress bar.
@@ -59,7 +59,8 @@ class Embedder:
         images: the name of a file or of a folder of images, Pillow's image, or several of these; or arrays uint8
         [H, W] or [H, W, 3], one or several. A folder stands for all images in it, in the order of `image_paths`.
         """
-        return features(self.model, pictures(image_paths(images), self.side), amp=self.amp)
+        with at_size(self.model.backbone, self.size):
+            return features(self.model, pictures(image_paths(images), self.side), amp=self.amp)
 
 
 def _is_one(images: Any) -> bool:

@@ -15,7 +15,7 @@ from .. import checks
 from ..files import FileError
 from ..quantizer import RecurrentQuantizer
 from . import datasets, stage_one
-from .backbones import AlexNet, EfficientNetLite0, Precomputed
+from .backbones import AlexNet, EfficientNetLite0, Precomputed, at_size
 from .datasets import Items
 from .model import Model
 from .protocols import Split, split
@@ -67,7 +67,8 @@ class Experiment:
         if self.settings.stage_one is None:
             return None
         folder = Path(self.settings.stage_one)
-        return stage_one.stage_one(self._model(None, 2, 1), self.items, self.split.train, self.config, folder)
+        model, size = self._model(None, 2, 1), self.settings.test_size
+        return stage_one.stage_one(model, self.items, self.split.train, self.config, folder, size)
 
     def _model(self, backbone: nn.Module | None, codewords: int, levels: int) -> Model:
         torch.manual_seed(self.config.seed)
@@ -116,7 +117,8 @@ class Experiment:
 
     def features(self, model: Model, rows: Tensor) -> Tensor:
         """x [n, dim] of these rows."""
-        return features(model, self._inputs, rows, amp=self.config.amp, workers=self.config.workers)
+        with at_size(model.backbone, self.settings.test_size):
+            return features(model, self._inputs, rows, amp=self.config.amp, workers=self.config.workers)
 
 
 class ItemSource:
@@ -156,6 +158,8 @@ class ItemSource:
 def image_backbone(settings: Settings, weights: bool = True) -> nn.Module:
     """The backbone for images; with weights those before training."""
     if settings.backbone == "efficientnet-lite0":
+        if (settings.test_size or 0) % 32:
+            checks.fail("train", "test_size", "a multiple of 32", settings.test_size)
         return EfficientNetLite0(settings.size, weights)
     return AlexNet.load(settings.backbone, size=settings.size) if weights else AlexNet(size=settings.size)
 
@@ -204,4 +208,4 @@ def side(settings: Settings) -> int:
     """The side at which images are read: at most twice that of the network, so that random crops stay sharp."""
     if _is_cifar(Path(settings.data[0])):
         return 32
-    return max(settings.size, min(256, 2 * settings.size))
+    return max(settings.size, settings.test_size or 0, min(256, 2 * settings.size))

@@ -70,7 +70,9 @@ class Config:
 
     epochs: of each stage. batch: in total over all processes. schedule: "cosine" lowers both rates to 0 over the run.
     detach: the quantizer's loss does not train head and backbone. freeze_norms: batch norms keep their weights and
-    statistics. amp: autocast to bfloat16. A checkpoint is written every `checkpoint_seconds`.
+    statistics. augment: train on random views, whose strength `crop`, `colour` and `hole` set (see `augment.augment`).
+    average: the decay per step of a running average of the weights, which replaces them at the end; 0: none. amp:
+    autocast to bfloat16. A checkpoint is written every `checkpoint_seconds`.
     """
 
     epochs: tuple[int, int, int] = (30, 10, 20)
@@ -87,6 +89,10 @@ class Config:
     detach: bool = False
     freeze_norms: bool = False
     augment: bool = True
+    crop: float = 0.5
+    colour: float = 0.3
+    hole: float = 0.4
+    average: float = 0.0
     amp: bool = False
     workers: int = 0
     checkpoint_seconds: float = 60.0
@@ -114,8 +120,14 @@ class Config:
                 if not (number and 0 <= value < math.inf):
                     checks.fail(op, field.name, "a finite number of at least 0", repr(value))
                 object.__setattr__(self, field.name, float(value))
+                if field.name in ("crop", "colour", "hole", "average") and value > 1:
+                    checks.fail(op, field.name, "at most 1", value)
             if field.type == "bool":
                 object.__setattr__(self, field.name, checks.boolean(op, field.name, value))
+
+        if self.average == 1 or self.crop == 0:
+            name, expected = ("average", "below 1") if self.average == 1 else ("crop", "above 0")
+            checks.fail(op, name, expected, getattr(self, name))
 
     def levels(self, epoch: int, M: int) -> int:
         """The number of levels that are trained in an epoch: 0 in stage 1, 1 in stage 2, M in stage 3."""
@@ -138,11 +150,17 @@ FOR_IMAGES: dict[str, Any] = {
 
 # Settings that only one kind of data uses.
 OF_FEATURES = ("labels", "hidden", "dropout")
-OF_IMAGES = ("root", "classes", "backbone", "size", "side", "freeze_norms", "augment")
+OF_IMAGES = (
+    *("root", "classes", "backbone", "size", "test_size", "side", "freeze_norms"),
+    *("augment", "crop", "colour", "hole"),
+)
 
 
 _PATHS = ("labels", "root", "classes", "words", "stage_one")
-NEW_SETTINGS: dict[str, Any] = {"classes": None, "stage_one": None}  # since 0.1.0, with values that change nothing
+
+# Since 0.1.0, with values that change nothing.
+NEW_SETTINGS: dict[str, Any] = {"classes": None, "stage_one": None, "test_size": None}
+NEW_IN_CONFIG: dict[str, Any] = {"crop": 0.5, "colour": 0.3, "hole": 0.4, "average": 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +173,8 @@ class Settings:
     backbone: "efficientnet-lite0" or a state dict file of AlexNet, for images of `size` pixels. hidden, dropout: of the
     layer above given features. metric: for ranking; by default "ip", as in the authors' code, and "l2" for the ablation
     "unsupervised". stage_one: a folder for the network after stage 1 and its backbone's features of all items, on which
-    stages 2 and 3 train; runs with the same data, network and stage 1 share it.
+    stages 2 and 3 train; runs with the same data, network and stage 1 share it. test_size: of images after training, to
+    be encoded or searched for; by default `size`.
     """
 
     data: tuple[str, ...]
@@ -176,6 +195,7 @@ class Settings:
     ablation: str = "none"
     metric: str | None = None
     stage_one: str | None = None
+    test_size: int | None = None
 
     def __post_init__(self) -> None:
         from .. import checks
@@ -191,9 +211,9 @@ class Settings:
                 checks.fail(op, name, "the name of a file", repr(value))
         for name in ("size", "hidden", "dim", "levels"):
             object.__setattr__(self, name, checks.integer(op, name, getattr(self, name), 1, 1 << 20))
-        for name in ("train", "query"):
+        for name, low in (("train", 0), ("query", 0), ("test_size", 1)):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, checks.integer(op, name, getattr(self, name), 0))
+                object.__setattr__(self, name, checks.integer(op, name, getattr(self, name), low))
         if not isinstance(self.dropout, (int, float)) or not 0 <= self.dropout < 1:
             checks.fail(op, "dropout", "at least 0 and below 1", repr(self.dropout))
         checks.choice(op, "protocol", self.protocol, tuple(PROTOCOLS))
@@ -219,7 +239,7 @@ class Settings:
     @classmethod
     def of_run(cls, config: dict[str, Any]) -> tuple[Settings, Config]:
         """Settings and training of a run, from the content of its config.json; KeyError if a setting is missing."""
-        config = NEW_SETTINGS | config
+        config = NEW_SETTINGS | NEW_IN_CONFIG | config
         return tuple(  # type: ignore[return-value]
             kind(**{field.name: config[field.name] for field in dataclasses.fields(kind)}) for kind in (cls, Config)
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .. import files
 from . import datasets
+from .backbones import at_size
 from .datasets import FeatureArray, Items
 from .model import Model
 from .settings import Config
@@ -39,18 +40,22 @@ class Given(nn.Identity):
         self.dim = dim
 
 
-def stage_one(model: Model, items: Items, rows: Tensor, config: Config, folder: Path) -> StageOne:
+def stage_one(
+    model: Model, items: Items, rows: Tensor, config: Config, folder: Path, size: int | None = None
+) -> StageOne:
     """Trains stage 1 of the model on these rows, then computes the features of all items; what is done is not repeated.
 
-    After an interruption the training resumes from its checkpoint. The features record which network computed them.
+    After an interruption the training resumes from its checkpoint. size: of images for these features, if not that of
+    the training. The file of features records network and size.
     """
     # The quantizer's settings do not matter in stage 1, so they may differ between trainings that share it.
     own = dataclasses.replace(config, epochs=(config.epochs[0], 0, 0), quantization=1.0, detach=False)
     history = train(model, items, rows, own, folder=folder)
     assert model.head is not None
-    path, network = folder / FEATURES, files.fingerprint(folder / CHECKPOINT, "training")
+    path, network = folder / FEATURES, f"{files.fingerprint(folder / CHECKPOINT, 'training')} {size}"
     if not path.exists() or str(datasets.arrays_of(path, ("network",)).get("network")) != network:
-        x = features(model, items, amp=config.amp, workers=config.workers, of_backbone=True)
+        with at_size(model.backbone, size):
+            x = features(model, items, amp=config.amp, workers=config.workers, of_backbone=True)
         label, names = items.labels.numpy(), np.array(items.classes)
         _write(path, {"x": x.cpu().numpy(), "label": label, "classes": names, "network": np.array(network)})
     return StageOne(datasets.features(path), model.head.state_dict(), history)

@@ -28,11 +28,12 @@ from .. import checks
 from ..files import FileError, checksum, describing
 from . import checkpoint
 from .augment import augment
+from .average import Average
 from .backbones import Precomputed
 from .datasets import Items
 from .losses import adaptive_margin_loss, batch_triplet_loss
 from .model import Model
-from .settings import Config
+from .settings import NEW_IN_CONFIG, Config
 
 CHECKPOINT = "checkpoint.safetensors"
 _SAMPLED = 16  # items whose values a checkpoint records, to detect other data
@@ -151,17 +152,19 @@ class _Run:
         self.total = sum(config.epochs) * self.steps
         self.optimiser = _optimiser(model, config)
         self.position = _Position()
+        averages: dict[str, Tensor] = {}
         self.saved = time.monotonic()
         self.wrapped: dict[bool, DistributedDataParallel] = {}
         if path is not None:
             checkpoint.make_folder(path.parent)
         if path is not None and path.exists():
-            stored = checkpoint.restore(path, model, self.optimiser, self.settings())
+            stored, averages = checkpoint.restore(path, model, self.optimiser, self.settings())
             with describing(path, "a position in this training"):
                 self.position = _Position(**stored)
                 self.position.check(sum(config.epochs), self.steps)
         elif isinstance(model.backbone, Precomputed):
             model.backbone.calibrate(items[rows[:: -(-len(rows) // (1 << 16))].tolist()].to(self.device))
+        self.average = Average(model, config.average, averages) if config.average else None
 
     @property
     def done(self) -> int:
@@ -171,7 +174,7 @@ class _Run:
     def settings(self) -> dict[str, Any]:
         """The settings that a checkpoint must match: all but checkpoint interval and number of workers."""
         config = dataclasses.asdict(self.config)
-        for name in ("workers", "checkpoint_seconds"):
+        for name in ("workers", "checkpoint_seconds", *(n for n, v in NEW_IN_CONFIG.items() if config[n] == v)):
             del config[name]
         head = self.model.head
         return {
@@ -192,14 +195,20 @@ class _Run:
         self.train_mode()
         if levels and not self.model.quantizer.initialised:
             self.model.quantizer.initialise(self.views(), seed=self.config.seed)
+            if self.average is not None:
+                self.average.restart("quantizer.")
         for chosen, inputs in _loaded(self.items, self.batches()[self.position.step :], self.config.workers):
             self.position.next_step(self.step(inputs, self.items.labels[chosen], levels))
+            if self.average is not None:
+                self.average.add(self.done)
             bar.update()
             bar.set_postfix({n: f"{v:.3f}" for n, v in self.position.means()._asdict().items()}, levels=levels)
             if time.monotonic() - self.saved >= self.config.checkpoint_seconds:
                 self.save()
         self.position.next_epoch(levels)
         if self.done == self.total:
+            if self.average is not None:
+                self.average.apply()
             self.save()
 
     def batches(self) -> list[Tensor]:
@@ -235,7 +244,8 @@ class _Run:
         if not self.config.augment or inputs.ndim != 4:
             return inputs
         pixels = getattr(self.model.backbone, "pixels", None)
-        return augment(inputs, inputs.shape[-1] if pixels is None else pixels.size)
+        size, config = inputs.shape[-1] if pixels is None else pixels.size, self.config
+        return augment(inputs, size, config.crop, config.colour, config.hole)
 
     @torch.no_grad()
     def views(self) -> Tensor:
@@ -292,7 +302,8 @@ class _Run:
         """Writes a checkpoint, on rank 0."""
         if self.path is not None and self.ranks.rank == 0:
             position = dataclasses.asdict(self.position)
-            checkpoint.save(self.path, self.model, self.optimiser, self.settings(), position)
+            average = {} if self.average is None else self.average.values
+            checkpoint.save(self.path, self.model, self.optimiser, self.settings(), position, average)
         self.saved = time.monotonic()
 
 
