@@ -196,8 +196,7 @@ def _encode_by_products(x: Tensor, words: Words, offset: Tensor | None) -> Tenso
 
 
 def _encode(x: Tensor, levels: Levels, offset: Tensor | None, beam: int, omega: Tensor | None) -> Tensor:
-    omega = floats(levels.M).fill_(1) if omega is None else omega.float()
-    still_to_come = definition.still_to_come(omega)
+    weights = _weights(omega, levels.M)
     codes = torch.empty(len(x), levels.M, dtype=definition.code_dtype(levels.K), device="cpu")
     isa, step = instruction_set(), max(64, _TILE // max(levels.T, levels.D))
 
@@ -206,18 +205,25 @@ def _encode(x: Tensor, levels: Levels, offset: Tensor | None, beam: int, omega: 
         for here in tiles(rows, step):
             tile = centred(x[here], offset)
             scores = product(tile, levels.codebook.T, scratch[: len(tile)])
-            job = native.Encode(
-                tile=levels.tile(tile, scores),
-                omega=pointer(omega),
-                still_to_come=pointer(still_to_come),
-                codes=pointer(codes[here]),
-                beam=beam,
-                wide=codes.dtype == torch.int32,
-            )
-            native.encode_cpu(job, isa)
+            native.encode_cpu(_job(levels.tile(tile, scores), weights, codes[here], beam), isa)
 
     in_threads(work, len(x))
     return codes
+
+
+def _weights(omega: Tensor | None, M: int) -> tuple[Tensor, Tensor]:
+    """(omega [M], the weight of the present error at each level [M]) of a beam."""
+    omega = floats(M).fill_(1) if omega is None else omega.float()
+    return omega, definition.still_to_come(omega)
+
+
+def _job(tile: _C.Tile, weights: tuple[Tensor, Tensor], codes: Tensor, beam: int) -> _C.Encode:
+    """Writes codes [n, M]."""
+    omega, still_to_come = map(pointer, weights)
+    wide = codes.dtype == torch.int32
+    return native.Encode(
+        tile=tile, omega=omega, still_to_come=still_to_come, codes=pointer(codes), beam=beam, wide=wide
+    )
 
 
 class _Paths:
@@ -259,8 +265,7 @@ def _encode_groups_by_beam(x: Tensor, codec: Parameters, beam: int, omega: Tenso
     share need inner products of codewords: what the others leave over is multiplied with the next group."""
     levels = codec.table(Levels)
     K, P, D, M = levels.K, levels.P, levels.D, levels.M
-    omega = floats(M).fill_(1) if omega is None else omega.float()
-    still_to_come = definition.still_to_come(omega)
+    weights = _weights(omega, M)
     codes = torch.empty(len(x), M, dtype=definition.code_dtype(K), device="cpu")
     isa, step = instruction_set(), max(64, _TILE // (P + D + beam * M))
 
@@ -273,14 +278,7 @@ def _encode_groups_by_beam(x: Tensor, codec: Parameters, beam: int, omega: Tenso
             for group, size in enumerate(codec.sizes):
                 words = levels.codebook[group * P : (group + 1) * P]
                 scores = product(paths.residuals[: len(tile)], words.T, scratch[: len(tile)])
-                encode = native.Encode(
-                    tile=levels.tile(tile, scores),
-                    omega=pointer(omega),
-                    still_to_come=pointer(still_to_come),
-                    codes=pointer(codes[here]),
-                    beam=beam,
-                    wide=codes.dtype == torch.int32,
-                )
+                encode = _job(levels.tile(tile, scores), weights, codes[here], beam)
                 first, last = last, last + size
                 native.beam_cpu(paths.beam(encode, first, last), isa)
 
