@@ -118,7 +118,8 @@ def read_array(op: str, path: str | os.PathLike[str], *, mmap: bool = False) -> 
     except Exception as error:  # numpy raises many kinds of errors for damaged files
         if "Object arrays" in str(error) or "Python objects" in str(error):  # the second of memory maps
             raise FileError(f"{op}: {path} must hold numbers, got Python objects (dtype object).") from error
-        raise FileError(f"{op}: {path} is not a complete .npy file of numbers.") from error
+        hint = "; Parquet files are read by `drq-fast encode` alone" if Path(path).suffix == ".parquet" else ""
+        raise FileError(f"{op}: {path} is not a complete .npy file of numbers{hint}.") from error
     if not isinstance(array, np.ndarray):
         raise FileError(f"{op}: {path} is an archive of arrays, not a .npy file.")
     return array

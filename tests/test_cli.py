@@ -211,7 +211,8 @@ WRONG = [
     (["fit", "new", "text.npy"], "text.npy is not a complete .npy file"),
     (["fit", "new", "objects.npy"], "objects.npy must hold numbers, got Python objects (dtype object)"),
     (["fit", "new", "flags.npy"], "flags.npy must hold numbers [N, D] with N and D of at least 1, got bool [3000, 16]"),
-    (["fit", "new", "cut.npy"], "cut.npy is not a complete .npy file"),
+    (["fit", "new", "cut.npy"], "cut.npy is not a complete .npy file of numbers."),
+    (["fit", "new", "cut.parquet"], "numbers; Parquet files are read by `drq-fast encode` alone."),
     (["fit", "new", "flat.npy"], "must hold numbers [N, D]"),
     (["fit", "new", "labelled.npz"], "is an archive of arrays"),
     (["fit", "new", "pk.npy"], "pk.npy is not a complete .npy file"),
@@ -284,6 +285,7 @@ def test_bad_input_is_one_sentence(shell, code, arguments, said):
     shell.fitted()
     Path("text.npy").write_text("not an array")
     Path("cut.npy").write_bytes(Path("x.npy").read_bytes()[:5000])
+    Path("cut.parquet").write_bytes(b"PAR1")
     np.save("flat.npy", x[0])
     np.save("flags.npy", x > 0)
     np.save("objects.npy", x[:2].astype(object))
