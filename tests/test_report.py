@@ -1,9 +1,10 @@
-"""Published tables and plots are what the committed figures give, byte for byte; the report of a run; gpu-check."""
+"""Published tables and plots are what the committed figures give; the report of a run; gpu-check."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -48,6 +49,11 @@ def folder_of(folder: Path, figures: dict[str, dict[str, Any]]) -> Path:
     return folder
 
 
+def content(file: Path) -> str:
+    """Without the identifiers that Matplotlib derives from last bits of coordinates, which differ between processors."""
+    return re.sub(r"\b[pm][0-9a-f]{10}\b", "identifier", file.read_text())
+
+
 def test_published_pages_and_plots_are_those_of_the_committed_figures(module: Any, tmp_path: Path) -> None:
     pages = ["README.md", *(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
     plots = [f"docs/plots/{plot.name}" for plot in (ROOT / "docs/plots").glob("*")]
@@ -61,7 +67,7 @@ def test_published_pages_and_plots_are_those_of_the_committed_figures(module: An
     assert sorted(plots) == sorted(f"docs/plots/{plot.name}" for plot in (tmp_path / "docs/plots").glob("*"))
     same_version = f"Matplotlib v{matplotlib.__version__}," in (ROOT / "docs/plots/recall.svg").read_text()
     for file in (*pages, *(plots if same_version else ())):
-        assert (tmp_path / file).read_bytes() == (ROOT / file).read_bytes(), f"{file}: run `make bench-publish`"
+        assert content(tmp_path / file) == content(ROOT / file), f"{file}: run `make bench-publish`"
         assert len((ROOT / file).read_bytes()) < 200_000
 
 
