@@ -50,7 +50,7 @@ def folder_of(folder: Path, figures: dict[str, dict[str, Any]]) -> Path:
 
 
 def content(file: Path) -> str:
-    """Without the identifiers that Matplotlib derives from last bits of coordinates, which differ between processors."""
+    """Without identifiers that Matplotlib derives from last bits of coordinates, which depend on the processor."""
     return re.sub(r"\b[pm][0-9a-f]{10}\b", "identifier", file.read_text())
 
 
