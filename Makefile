@@ -55,6 +55,7 @@ bench bench-quick: $(VENV)/bench
 bench-publish: $(VENV)/bench
 	$(BIN)/python benchmarks/report.py --publish
 	$(BIN)/python benchmarks/bench_tradeoff.py --json benchmarks/tradeoff.json --publish
+	$(BIN)/python benchmarks/choosing.py --json benchmarks/choosing.json --publish
 
 # The constants of docs/scale.md: about five minutes on an idle machine.
 bench-scale: $(VENV)/bench

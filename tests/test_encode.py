@@ -190,8 +190,8 @@ def test_native_refuses_what_it_cannot_do(codec):
     x, codebook, scale, _ = codec()
     with pytest.raises(BackendUnavailable, match="an input is float64"):
         functional.encode(x.double(), codebook, scale, backend="native")
-    with pytest.raises(BackendUnavailable, match="K is above 8192"):
-        functional.encode(torch.zeros(1, 1), torch.zeros(9000, 1), scale, beam=2, backend="native")
+    with pytest.raises(BackendUnavailable, match="codewords, and there are more than 16384"):
+        functional.encode(torch.zeros(1, 1), torch.zeros(17_000, 1), scale, beam=2, backend="native")
 
 
 @needs_native

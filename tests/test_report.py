@@ -62,6 +62,7 @@ def test_published_pages_and_plots_are_those_of_the_committed_figures(module: An
         shutil.copy(ROOT / page, tmp_path / page)
     module("report").publish(ROOT / "benchmarks/results", tmp_path)
     module("bench_tradeoff").publish(ROOT / "benchmarks/tradeoff.json", tmp_path)
+    module("choosing").publish(ROOT / "benchmarks/choosing.json", tmp_path)
     assert "docs/plots/recall.svg" in plots
     assert "docs/plots/training.svg" in plots
     assert sorted(plots) == sorted(f"docs/plots/{plot.name}" for plot in (tmp_path / "docs/plots").glob("*"))
