@@ -103,6 +103,7 @@ $(VENV)/installed: $(SOURCES) | $(VENV)/bin/python
 	@echo "== Installing torch and numpy, some hundred megabytes if pip has not downloaded them before"
 	@$(PIP) torch numpy
 	@echo "== Compiling drq_fast, which takes a few minutes and prints nothing until it is done"
+	@echo "   (CUDA code is compiled too if nvcc is found, which takes longer; DRQ_FAST_CUDA=0 leaves it out)"
 	@$(PIP) --quiet -e .
 	@touch $@
 

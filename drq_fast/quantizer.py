@@ -38,6 +38,8 @@ class QuantizerOutput(NamedTuple):
 class RecurrentQuantizer(LayerParameters, Pretrained):
     """Quantizes vectors [..., dim] to codes [..., levels] in 0..codewords-1; any prefix of a code is a shorter code.
 
+    The last axis is quantized: pass images [B, C, H, W] as x.movedim(1, -1).
+
     codebooks: 1 is the paper's one for all levels, a divisor of `levels` gives each group of neighbouring levels one of
     its own, `levels` is classical residual quantization. loss: "squared" is the mean squared error after each level;
     "paper" has the hard, soft and joint errors of the paper, with their `weights`. update: "ema" makes codebook, scale
@@ -141,7 +143,8 @@ class RecurrentQuantizer(LayerParameters, Pretrained):
         False stay as they are, have code -1 and do not count in the loss. reduction: "row" gives the loss of every
         vector [...], "level" that of every level [levels]. reconstruct=False skips `quantized`, which is cheaper if
         only codes and loss are needed. The first forward in training mode initialises the layer from x (see
-        `initialise`).
+        `initialise`), and refuses NaN and infinity. Later ones do not: the loss is then NaN, and the running averages
+        leave out vectors that are not finite.
         """
         op = "RecurrentQuantizer"
         checks.floating(op, "x", x, device=self.codebook.device)

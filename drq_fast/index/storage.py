@@ -282,7 +282,8 @@ class Storage:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes codes, vectors, ids and codec to one safetensors file, atomically. Verifies a mapped index first.
 
-        The same contents give the same bytes. A symbolic link is replaced by the file; what it points to stays.
+        The same contents give the same bytes. A symbolic link is replaced by the file; what it points to stays. The
+        last save wins: it replaces the whole file, also one that another object or process has saved since `load`.
         """
         with self._lock:
             mapped, rows = self._mapped, self._readable()
