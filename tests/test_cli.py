@@ -238,7 +238,7 @@ WRONG = [
     (["train", "new", "--data", "labelled.npz", "--words", "missing.txt"], "missing.txt cannot be read"),
     (["train", "new", "--data", "labelled.npz", "--config", "typo.json"], "setting 'margn', did you mean margin?"),
     (["train", "new", "--data", "labelled.npz", "--config", "x.npy"], "x.npy is not JSON"),
-    (["train", "run", "--data", "labelled.npz", *TRAIN], "run holds another run (ablation is None there"),
+    (["train", "run", "--data", "labelled.npz", *TRAIN], "run holds a fitted run; --force replaces its model and deletes"),
     (["train", "/proc/run", "--data", "labelled.npz", *TRAIN], "/proc/run cannot be made"),
     (["report", "new"], "new does not exist"),
 ]  # fmt: skip

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from drq_fast import RecurrentQuantizer, files
-from drq_fast.app import commands
+from drq_fast.app import commands, metrics
 from drq_fast.app import run as runs
 from drq_fast.app.vectors import VectorFiles
 from drq_fast.files import FileError
@@ -204,6 +204,33 @@ def test_codes_that_were_changed_are_refused(shell):
     codes[5] += 1
     np.save("run/codes.npy", codes)
     assert "does not match" in shell.refused("index", "run", "--force")
+
+
+@pytest.mark.parametrize("sample", [1 << 14, 500])
+def test_the_error_of_a_fitted_run_is_that_of_its_codes(shell, monkeypatch, sample):
+    monkeypatch.setattr(metrics, "_SAMPLE", sample)
+    shell.ok("fit", "run", "x.npy", *shell.FIT)
+    layer, x, found = RecurrentQuantizer.load("run/model.drq"), torch.from_numpy(np.load("x.npy")), []
+    for beam in (1, 8):
+        shell.ok("encode", "run", "x.npy", "--beam", str(beam), "--force")
+        measured = json.loads(shell.ok("evaluate", "run", "--queries", "q.npy", "--json"))
+        found.append(measured["lengths"][-1]["error"])
+        assert layer.offset is not None
+        error = (x - layer.decode(layer.encode(x, beam=beam))).square().sum() / (x - layer.offset).square().sum()
+        assert found[-1] == pytest.approx(float(error.detach()), rel=1e-4 if sample > 3000 else 0.2)
+    assert found[1] < found[0]
+
+
+def test_the_error_of_a_trained_run_has_the_beam_of_its_codes(shell):
+    shell.ok("train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20")
+    layer = RecurrentQuantizer.load("run/model.drq")
+    for beam in (1, 8):
+        shell.ok("encode", "run", "--beam", str(beam), "--force")
+        error = json.loads(shell.ok("evaluate", "run", "--json"))["lengths"][-1]["error"]
+        x = torch.from_numpy(np.load("run/queries.npy"))
+        around = 0 if layer.offset is None else layer.offset.detach()
+        expected = (x - layer.decode(layer.encode(x, beam=beam))).square().sum() / (x - around).square().sum()
+        assert error == pytest.approx(float(expected.detach()), rel=1e-4)
 
 
 def test_new_codes_leave_nothing_that_was_made_of_the_old(shell):

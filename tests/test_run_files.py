@@ -52,19 +52,61 @@ def test_empty_folders_become_runs(shell, number):
 def test_an_unfinished_training_is_not_replaced_unasked(shell):
     shell.ok("train", "run", *TRAIN)
     Path("run/model.drq").unlink()  # as if it had been killed after its last checkpoint
-    before = shell.tree()
-    said = shell.refused("fit", "run", "x.npy", *shell.FIT)
-    replaced = "--force replaces its model and deletes its codes, index, metrics and report"
-    assert said == f"drq-fast fit: run holds a run already; {replaced}.\n"
-    assert shell.tree() == before
     Path("run/config.json").rename("config.json")
     before = shell.tree()
-    for command in commands(shell):
-        assert "run holds a run already; --force replaces its model" in shell.refused(*command)
+    assert "run holds a run already; --force replaces its model and network" in shell.refused("train", "run", *TRAIN)
+    assert shell.tree() == before
+
+
+@pytest.mark.parametrize("lost", [[], ["model.drq"], ["config.json"], ["checkpoint.safetensors"]])
+def test_fit_never_replaces_a_training(shell, lost):
+    shell.ok("train", "run", *TRAIN)
+    for name in lost:
+        (Path("run") / name).unlink()
+    before = shell.tree()
+    for force in ([], ["--force"]):
+        said = shell.refused("fit", "run", "x.npy", *shell.FIT, *force)
+        assert said == "drq-fast fit: run holds a training, which `fit` never replaces; choose another folder.\n"
         assert shell.tree() == before
-    shell.ok("fit", "run", "x.npy", *shell.FIT, "--force")
-    assert not Path("run/checkpoint.safetensors").exists()
-    assert not Path("run/history.json").exists()
+
+
+def test_train_names_a_fitted_run_and_its_config(shell):
+    shell.fitted()
+    before = shell.tree()
+    replaced = "--force replaces its model and deletes its codes, index, metrics and report"
+    assert shell.refused("train", "run", *TRAIN) == f"drq-fast train: run holds a fitted run; {replaced}.\n"
+    said = shell.refused("train", "new", "--config", "run/config.json")
+    assert said == "drq-fast train: run/config.json is a config of `fit`, not of `train`.\n"
+    assert shell.tree() == before
+    shell.ok("train", "run", *TRAIN, "--force")
+    assert not Path("run/codes.npy").exists()
+
+
+def test_hints_name_what_is_missing_first(shell):
+    shell.ok("fit", "run", "x.npy", *shell.FIT)
+    made = "run/codes.npy does not exist; `drq-fast encode run FILE.npy` makes it.\n"
+    assert shell.refused("index", "run") == f"drq-fast index: {made}"
+    chain = "`drq-fast encode run FILE.npy`, then `drq-fast index run`, makes it"
+    assert f"run/index.drq does not exist; {chain}." in shell.refused("search", "run", "q.npy")
+    shell.ok("encode", "run", "x.npy")
+    hint = "run/index.drq does not exist; `drq-fast index run` makes it."
+    assert hint in shell.refused("search", "run", "q.npy")
+    shell.ok("train", "trained", *TRAIN)
+    assert "`drq-fast encode trained`, then `drq-fast index trained`, makes it" in shell.refused("search", "trained")
+    Path("trained/model.drq").unlink()
+    for command in (["search", "trained", "q.npy"], ["index", "trained"]):
+        assert "model.drq does not exist; the same `drq-fast train` command, which" in shell.refused(*command)
+
+
+def test_codes_of_parquet_files_are_not_indexed(shell):
+    shell.ok("fit", "run", "x.npy", *shell.FIT)
+    Run("run").claim_parts(["a.parquet"], force=False)
+    Path("run/codes/a.parquet").write_bytes(b"")
+    only = "run has codes of Parquet files only, which `index` and `evaluate` do not read"
+    for command in (["index", "run"], ["evaluate", "run", "--queries", "q.npy"]):
+        assert f"{only}; `drq-fast encode run FILE.npy` makes codes.npy.\n" in shell.refused(*command)
+    shell.ok("encode", "run", "x.npy")
+    shell.ok("index", "run")
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ def fit(options: argparse.Namespace) -> Result:
     levels = checks.integer("fit", "levels", options.levels, 1, 1000)
     layer = RecurrentQuantizer(vectors.dim, options.codewords, levels, codebooks=options.codebooks, scale=options.scale)
     run.claim_folder()
+    run.not_trained()
     run.all_vacant(options.force)
     default = sample_size(layer.codewords)
     sample = default if options.sample is None else checks.integer("fit", "sample", options.sample, 1)
@@ -68,10 +69,10 @@ def fit(options: argparse.Namespace) -> Result:
     }
     with run.writing():
         run.claim_folder()  # again: another process may have written here meanwhile
+        run.not_trained()
         run.all_vacant(options.force)
         errors = layer.fit(x, rounds=options.rounds, beam=options.beam, sample=len(x), seed=seed)
         run.replace_model(layer, config)
-        run.forget(run.checkpoint, run.history)  # left by a training in the same folder
     lengths = _lengths(layer.codewords, layer.levels)
     result = {"model": str(run.model), "sample": len(x), "errors": dict(zip(map(str, lengths), errors, strict=True))}
     rows = [(f"{b} bits", f"{e:.4f}") for b, e in zip(lengths, errors, strict=True)]
@@ -282,7 +283,7 @@ def _by_labels(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace)
     query = experiment.features(database.model, experiment.split.query)
     run.claim(run.queries)
     files.write_array(run.queries, query.numpy())
-    return measures.by_labels(layer, codes, query, experiment, _searched_metric(run, options), x)
+    return measures.by_labels(layer, codes, query, experiment, _searched_metric(run, options), x, made_by.get("beam", 1))
 
 
 def _by_neighbours(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace) -> dict[str, Any]:
@@ -323,6 +324,8 @@ def _make_way(run: Run, config: dict[str, Any], force: bool) -> None:
     An unfinished training with the same settings stays, so that it is resumed, with or without `force`.
     """
     there = run.read_json(run.config, "train") if run.config.exists() else {}
+    if there.get("command") == "fit":
+        run.all_vacant(force, "a fitted run")
     there = NEW_SETTINGS | NEW_IN_CONFIG | there if there else there
     differing = sorted(name for name in config if name not in _FACTS and there.get(name) != config[name])
     if not differing and not run.model.exists():
@@ -343,6 +346,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise FileError(f"train: {path} is not JSON ({error}).") from error
     if not isinstance(given, dict):
         raise FileError(f"train: {path} must hold a JSON object of settings.")
+    if given.get("command") == "fit":
+        raise FileError(f"train: {path} is a config of `fit`, not of `train`.")
     for name in given:
         if name not in (*_SETTINGS, *_FACTS, "command"):
             raise FileError(f"train: {path} has an unknown setting {name!r}{nearest(name, _SETTINGS)}")

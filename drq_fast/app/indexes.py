@@ -133,7 +133,7 @@ def index_file(op: str, name: str) -> Path:
     if not path.is_dir():
         return path
     run = Run(path)
-    run.need(run.index, f"`drq-fast index {run.folder}`")
+    run.need_index()
     return run.index
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from .. import checks
 from ..codes import bits, packed_bytes
 from ..constants import METRICS
-from ..fit import seeded
+from ..fit import sample_rows, seeded
 from ..index import Index
-from ..index.source import in_blocks, sample_of
+from ..index.source import in_blocks
 from ..index.tuning import true_neighbours
 from ..quantizer import RecurrentQuantizer
 from ..retrieval import evaluate
@@ -40,12 +40,20 @@ def check(metrics: dict[str, Any]) -> None:
 
 
 def by_labels(
-    layer: RecurrentQuantizer, codes: Tensor, query: Tensor, experiment: Experiment, metric: str, x: Tensor | None
+    layer: RecurrentQuantizer,
+    codes: Tensor,
+    query: Tensor,
+    experiment: Experiment,
+    metric: str,
+    x: Tensor | None,
+    beam: int,
 ) -> dict[str, Any]:
     """mAP and precision of a trained run for queries [Q, dim] and the codes [N, levels] of the database.
 
     x [N, dim]: the features of the database, for the same figures of exact search; None leaves these out.
+    beam: that of the codes, by which the queries are encoded to measure the error.
     """
+    errors = _errors(layer, query, layer.encode(query, beam))
     depths = [d for d in DEPTHS if d <= len(codes)]
     labels, rows = experiment.items.labels, experiment.split
     asked = (labels[rows.database], query, labels[rows.query])
@@ -61,7 +69,7 @@ def by_labels(
         "depths": depths,
         "lengths": [
             _figures(figures, packed_bytes(layer.codewords, L), error)
-            for L, (figures, error) in enumerate(zip(found, _errors(layer, query), strict=True), 1)
+            for L, (figures, error) in enumerate(zip(found, errors, strict=True), 1)
         ],
     }
     if x is not None:
@@ -88,6 +96,11 @@ def by_neighbours(
     exact = true_neighbours(query, blocks, metric, k)
     index = Index(layer, metric=metric)
     index.add_codes(codes)
+    if len(codes) <= _SAMPLE:
+        errors = _errors(layer, vectors.read(0, len(codes)), codes)
+    else:
+        rows = sample_rows(len(codes), _SAMPLE, seeded(0))
+        errors = _errors(layer, vectors.pick(rows), codes[rows])
     lengths = [
         {
             "bits": bits(layer.codewords, L),
@@ -95,14 +108,13 @@ def by_neighbours(
             "recall": evaluate.recall(index.search(query, k, L).ids, exact),
             "error": error,
         }
-        for L, error in enumerate(_errors(layer, sample_of("evaluate", vectors, _SAMPLE, seeded(0))), 1)
+        for L, error in enumerate(errors, 1)
     ]
     sizes = {"k": k, "queries": len(query), "database": len(codes)}
     return {"kind": "neighbours", "metric": metric, **sizes, "lengths": lengths}
 
 
-def _errors(layer: RecurrentQuantizer, x: Tensor) -> list[float]:
-    """Squared error of x [N, dim] after each level, relative to the error of the offset alone."""
-    codes = layer.encode(x)
+def _errors(layer: RecurrentQuantizer, x: Tensor, codes: Tensor) -> list[float]:
+    """Squared error of codes [N, levels] of x [N, dim] after each level, relative to that of the offset alone."""
     whole = (x if layer.offset is None else x - layer.offset.detach()).square().sum().clamp_min(1e-30)
     return [float((x - layer.decode(codes, L)).square().sum() / whole) for L in range(1, layer.levels + 1)]

@@ -208,8 +208,18 @@ class Run:
         """The same for the model and all files that commands have made; what: the run that is there."""
         self.vacant(self.model, force=True)
         if not force and any(os.path.lexists(self.folder / name) for name in self.made()):
-            replaced = "--force replaces its model and deletes its codes, index, metrics and report"
+            network = " and network" if self.checkpoint.name in self.made() else ""
+            replaced = f"--force replaces its model{network} and deletes its codes, index, metrics and report"
             raise FileError(f"run: {self.folder} holds {what}; {replaced}.")
+
+    def trained(self) -> bool:
+        """Whether `train` has made this run, finished or not."""
+        return not self.made().isdisjoint({self.checkpoint.name, self.history.name})
+
+    def not_trained(self) -> None:
+        """Raises FileError if this is a trained run, whose network would be lost."""
+        if self.trained():
+            raise FileError(f"run: {self.folder} holds a training, which `fit` never replaces; choose another folder.")
 
     def report_vacant(self, force: bool) -> None:
         """The same for the report."""
@@ -231,7 +241,29 @@ class Run:
 
     def need_model(self) -> None:
         """Raises FileNotFoundError if there is no model."""
-        self.need(self.model, "`drq-fast fit` or `train`")
+        unfinished = not self.model.exists() and self.folder.is_dir() and self.trained()
+        resumes = "the same `drq-fast train` command, which resumes,"
+        self.need(self.model, resumes if unfinished else "`drq-fast fit` or `train`")
+
+    def need_codes(self) -> None:
+        """Raises FileNotFoundError if there are no codes, or if those of Parquet files are all that there is."""
+        if not self.codes.exists() and any(name.startswith("codes/") for name in self.made()):
+            only = f"{self.folder} has codes of Parquet files only, which `index` and `evaluate` do not read"
+            raise FileNotFoundError(f"run: {only}; {self._encoding()} makes {self.codes.name}.")
+        self.need(self.codes, self._encoding())
+
+    def need_index(self) -> None:
+        """Raises FileNotFoundError, which names the commands that are left to do, if there is no index."""
+        maker = f"`drq-fast index {self.folder}`"
+        if self.folder.is_dir() and not self.index.exists():
+            self.need_model()
+            if not self.codes.exists():
+                maker = f"{self._encoding()}, then {maker},"
+        self.need(self.index, maker)
+
+    def _encoding(self) -> str:
+        """The command that makes the codes of this run."""
+        return f"`drq-fast encode {self.folder}{'' if self.trained() else ' FILE.npy'}`"
 
     def write_json(self, path: Path, value: Any) -> None:
         """Writes a JSON file of the run, atomically."""
@@ -359,8 +391,8 @@ class Run:
 
     def load_codes(self) -> tuple[Tensor, dict[str, Any]]:
         """Codes [N, levels] and the content of codes.json; FileError unless the run's model made them."""
+        self.need_codes()
         made_by = self.read_json(self.made_by, "encode")
-        self.need(self.codes, f"`drq-fast encode {self.folder}`")
         if made_by.get("model") != self.fingerprint():
             raise FileError(f"run: {self.codes} was made by another model; encode again with --force.")
         codes = np.ascontiguousarray(files.read_array("run", self.codes))
