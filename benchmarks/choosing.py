@@ -261,10 +261,13 @@ def plot(sets: dict[str, Any], footer: str, path: Path) -> None:
                 if points:
                     panel.plot(*zip(*points, strict=True), style, color=colour, label=label, markersize=4)
             panel.set_xscale("log", base=2)
-            panel.set_xticks([4, 8, 16, 32], ["4", "8", "16", "32"])
+            ticks = [length for length in (4, 8, 16, 32) if length <= max(length for length, _ in lengths_of(known))]
+            panel.set_xticks(ticks, map(str, ticks))
             panel.set(xlabel="bytes", ylabel={"error": "relative error", "recall": "recall of 10 neighbours"}[kind])
             panel.grid(alpha=0.3)
         column[0].set_yscale("log")
+        column[0].yaxis.set_major_formatter("{x:g}")
+        column[0].yaxis.set_minor_formatter("{x:.2g}")
         column[0].set_title(title)
     handles, labels = panels[0, 0].get_legend_handles_labels()
     canvas.legend(handles, labels, loc="lower center", ncols=3, frameon=False, bbox_to_anchor=(0.5, 0.02))
