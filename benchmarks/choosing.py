@@ -236,11 +236,12 @@ def prefixes(known: dict[str, Any]) -> str:
 def plot(sets: dict[str, Any], footer: str, path: Path) -> None:
     """Error and recall against bytes, a row of panels for each."""
     import matplotlib
+    from plots import STYLE
 
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    matplotlib.rcParams["svg.hashsalt"] = "drq_fast"
+    matplotlib.rcParams.update(STYLE)
     styles = {
         "ours, a codebook per level, K=256": ("C0", "o-"),
         "ours, 2 codebooks, K=256": ("C0", "s--"),
