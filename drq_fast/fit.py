@@ -243,7 +243,8 @@ def sample_size(codewords: int) -> int:
 def warn_of_few(op: str, N: int, codewords: int, advice: str = "use") -> None:
     """Warns if N vectors are few to learn so many codewords from: the errors of others will be larger than theirs."""
     if _FEW * codewords > N:
-        text = f"{op}: {N} vectors are few for {codewords} codewords; {advice} at least {_FEW * codewords}."
+        vectors = "1 vector is" if N == 1 else f"{N} vectors are"
+        text = f"{op}: {vectors} few for {codewords} codewords; {advice} at least {_FEW * codewords}."
         warnings.warn(text, stacklevel=3)
 
 

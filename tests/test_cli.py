@@ -93,6 +93,68 @@ def test_there_are_no_more_results_than_codes(shell):
     assert sorted(found["ids"][0]) == list(range(3000))
 
 
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_results_that_do_not_exist_are_left_out(shell, metric):
+    shell.fitted()
+    shell.ok("index", "run", "--metric", metric, "--force")
+    np.save("two.npy", np.array([5, 7, 999_999]))
+    command = ["search", "run", "q.npy", "-k", "3", "--keep", "two.npy"]
+
+    def refuse(name):
+        raise AssertionError(name)
+
+    found = json.loads(shell.ok(*command, "--json"), parse_constant=refuse)
+    assert all(sorted(row) == [5, 7] for row in found["ids"])
+    assert all(len(row) == 2 for row in found["scores"])
+    lines = shell.ok(*command).splitlines()
+    assert all(re.fullmatch(r"\d\t[57]:[-.\de]+\t[57]:[-.\de]+", line) for line in lines)
+    shell.ok(*command, "--out", "found.npz")
+    assert np.load("found.npz")["ids"].shape == (7, 3)
+
+
+def test_squared_distances_are_not_negative(shell):
+    shell.fitted()
+    codec = RecurrentQuantizer.load("run/model.drq").codec()
+    decoded = codec.decode(torch.from_numpy(np.load("run/codes.npy"))).numpy()
+    np.save("same.npy", decoded)
+    assert float(Index.load("run/index.drq").search(decoded, 1).scores.min()) < 0
+    found = json.loads(shell.ok("search", "run", "same.npy", "-k", "1", "--json"))
+    assert min(row[0] for row in found["scores"]) == 0
+    shell.ok("search", "run", "same.npy", "-k", "1", "--out", "found.npz")
+    assert np.load("found.npz")["scores"].min() == 0
+
+
+def test_json_has_null_for_what_is_not_finite(capsys):
+    value = {"a": [1.5, float("nan"), (float("inf"), -1)], "b": {"c": float("-inf")}, "d": True}
+    assert json.loads(cli._as_json(value)) == {"a": [1.5, None, [None, -1]], "b": {"c": None}, "d": True}
+
+
+def test_one_is_not_plural(shell):
+    np.save("one.npy", np.load("x.npy")[:1])
+    assert "1 vector is few for 16 codewords" in _said(shell, "fit", "run", "one.npy", *shell.FIT)
+    assert shell.ok("encode", "run", "one.npy") == "run/codes.npy: 1 code of 12 bits\n"
+    assert "run/index.drq: 1 code, metric l2" in shell.ok("index", "run")
+    assert shell.ok("add", "run", "one.npy") == "run/index.drq: 1 vector added with id 1, 2 in all\n"
+    assert "run/index.drq: 2 vectors of 16 dimensions" in shell.ok("info", "run")
+    np.save("ids.npy", np.array([1]))
+    assert shell.ok("remove", "run", "ids.npy") == "run/index.drq: 1 id removed, 1 left\n"
+    assert "run/index.drq: 1 vector of 16 dimensions" in shell.ok("info", "run")
+
+
+def test_advice_is_for_the_shell(shell):
+    said = _said(
+        shell, "train", "run", "--data", "labelled.npz", *TRAIN, "--codewords", "64", "--epochs", "1", "1", "1"
+    )
+    assert "vectors are few for 64 codewords; take fewer --codewords, or more --train to have at least 256." in said
+
+
+def _said(shell, *arguments: str) -> str:
+    """What a command that succeeds writes to stderr."""
+    shell.capsys.readouterr()
+    assert cli.main(list(arguments)) == 0
+    return shell.capsys.readouterr().err
+
+
 def test_several_files_count_as_one(shell):
     x = np.load("x.npy")
     np.save("first.npy", x[:1000].astype(np.float64))
@@ -210,10 +272,12 @@ WRONG = [
     (["fit", "new", "missing.npy"], "missing.npy cannot be read: No such file"),
     (["fit", "new", "text.npy"], "text.npy is not a complete .npy file"),
     (["fit", "new", "objects.npy"], "objects.npy must hold numbers, got Python objects (dtype object)"),
-    (["fit", "new", "flags.npy"], "flags.npy must hold numbers [N, D] with N and D of at least 1, got bool [3000, 16]"),
+    (["fit", "new", "flags.npy"], "flags.npy must hold real numbers [N, D] with N and D of at least 1, got bool [30"),
     (["fit", "new", "cut.npy"], "cut.npy is not a complete .npy file of numbers."),
     (["fit", "new", "cut.parquet"], "numbers; Parquet files are read by `drq-fast encode` alone."),
-    (["fit", "new", "flat.npy"], "must hold numbers [N, D]"),
+    (["fit", "new", "flat.npy"], "must hold real numbers [N, D]"),
+    (["fit", "new", "complex.npy"], "must hold real numbers [N, D] with N and D of at least 1, got complex64"),
+    (["fit", "x.npy", "new"], "x.npy is a file, not the folder of a run, which comes first."),
     (["fit", "new", "labelled.npz"], "is an archive of arrays"),
     (["fit", "new", "pk.npy"], "pk.npy is not a complete .npy file"),
     (["fit", "new", "header.npy"], "header.npy is not a complete .npy file"),
@@ -250,11 +314,16 @@ WRONG_VALUES = [
     (["search", "run", "narrow.npy"], "queries must be of 16 dimensions, as the index is, got 3"),
     (["evaluate", "run", "--queries", "q.npy", "--exact"], "--exact must be left out for a fitted run"),
     (["train", "new", "--data", "labelled.npz"], "--query must be small enough to leave items to train on, got 100"),
+    (["train", "new", "--data", "labelled.npz"], "per class of 120 items by protocol cifar10-2 (the options"),
     (["train", "new", "--data", "labelled.npz", "--query", "9"], "--train must be small enough to leave items for the"),
     (["train", "new", "--data", "labelled.npz", "--classes", "x.txt"], "--classes must be left out unless"),
     (["fit", "new", "x.npy", "--levels", "1000000000"], "--levels must be an integer from 1 to 1000, got 1000000000"),
     (["fit", "new", "x.npy", "--codewords", "1"], "--codewords must be"),
     (["fit", "new", "x.npy", "--sample", "0"], "--sample must be"),
+    (["fit", "new", "huge.npy", "--rounds", "1"], "huge.npy must be scaled to a largest magnitude from 1e-12 to 1e12"),
+    (["encode", "run", "x.npy", "--ray"], "--ray must be left out unless files are Parquet, got --ray."),
+    (["search", "run", "q.npy", "--recall", ".9"], "--recall must be left out, as the recall of run/index.drq was not"),
+    (["search", "run", "q.npy", "--probes", "2"], "--probes must be left out, as run/index.drq has no inverted lists"),
     (["fit", "run", "run/codes.npy", "--force"], "vectors must be outside of run"),
     (["encode", "run", "x.npy", "--beam", "0", "--force"], "--beam must be"),
     (["index", "run", "--ids", "x.npy", "--force"], "--ids must be"),
@@ -288,6 +357,8 @@ def test_bad_input_is_one_sentence(shell, code, arguments, said):
     Path("cut.parquet").write_bytes(b"PAR1")
     np.save("flat.npy", x[0])
     np.save("flags.npy", x > 0)
+    np.save("complex.npy", x.astype(np.complex64))
+    np.save("huge.npy", 1e30 * x)
     np.save("objects.npy", x[:2].astype(object))
     np.save("narrow.npy", x[:, :3].copy())
     np.save("columns.npy", np.asfortranarray(x))
@@ -324,6 +395,12 @@ def test_bad_input_is_one_sentence(shell, code, arguments, said):
         (["train", "run", "--protocol", "cifar10"], "unknown protocol 'cifar10', did you mean cifar10-2?"),
         (["train", "run", "--epoch", "1", "1", "1"], "unknown option '--epoch', did you mean --epochs?"),
         (["train", "run", "--backbone_rate", "1"], "did you mean --backbone-rate?"),
+        (["--json", "fit", "run", "x.npy"], "options come after the command: drq-fast fit --json ..."),
+        (["-k", "3", "search", "run", "q.npy"], "options come after the command: drq-fast search -k ..."),
+        (["--force"], "options come after the command: drq-fast COMMAND --force ..."),
+        (["search", "run", "q.npy", "--metric", "l2"], "unknown option '--metric'; the metric is that of the index ("),
+        (["tune", "run", "q.npy", "--vectors", "v.npy"], "'--vectors'; the vectors are those that the index keeps ("),
+        (["tune", "run", "q.npy", "--metric", "l2"], "unknown option '--metric' (see drq-fast tune --help)"),
         ([], "the following arguments are required: command"),
     ],
 )

@@ -31,6 +31,7 @@ def built(tmp_path_factory) -> Path:
     x = Shell.clustered(3000)
     Index.build(x, bits=16, lists=16, vectors="float16", sample=500, beam=2, seed=0).save(folder / "lists.drq")
     Index.build(x, bits=16, sample=500, beam=2, seed=0, tune=False).save(folder / "codes.drq")
+    Index.build(x, bits=16, sample=500, beam=2, seed=0).save(folder / "by_codes.drq")
     return folder
 
 
@@ -188,11 +189,14 @@ WRONG = [
     (["build", "x.npy", "narrow.npy", "new.drq"], "narrow.npy has 3 dimensions and x.npy has 16"),
     (["build", "nan.npy", "new.drq", "--bits", "16"], "row 11 of nan.npy is not finite"),
     (["build", "x.npy", "codes.drq"], "codes.drq exists already; --force replaces it"),
-    (["build", "x.npy", "q.npy"], "q.npy exists already"),
-    (["build", "x.npy", "q.npy", "--force"], "q.npy is not an index, so it is not replaced"),
+    (["build", "x.npy", "labelled.npz"], "labelled.npz exists already"),
+    (["build", "x.npy", "labelled.npz", "--force"], "labelled.npz is not an index, so it is not replaced"),
+    (["build", "x.npy", "q.npy", "--force"], "index must be the file to write, after those of vectors, got q.npy"),
+    (["build", "new.drq", "x.npy"], "index must be the file to write, after those of vectors, got x.npy"),
+    (["build", "huge.npy", "new.drq"], "huge.npy must be scaled to a largest magnitude from 1e-12 to 1e12, got"),
     (["build", "x.npy", "run/model.drq", "--force"], "run/model.drq is not an index, so it is not replaced"),
     (["build", "x.npy", "run", "--force"], "run cannot be written: it is a folder"),
-    (["build", "x.npy", "new/new.drq"], "new/new.drq cannot be written: new is not a folder"),
+    (["build", "x.npy", "new/new.drq"], "new/new.drq cannot be written: new does not exist"),
     (["build", "x.npy", "new.drq", "--bits", "12"], "bits must be a multiple of 8, got 12"),
     (["build", "x.npy", "new.drq", "--lists", "0"], "lists must be an integer from 1 to 3000, got 0"),
     (["build", "x.npy", "new.drq", "--beam", "0"], "beam must be an"),
@@ -201,19 +205,23 @@ WRONG = [
     (["build", "x.npy", "new.drq", "--ids", "twice.npy"], "ids must be unique"),
     (["build", "x.npy", "new.drq", "--ids", "q.npy"], "--ids must be integers, got float32"),
     (["build", "x.npy", "new.drq", "--plot", "a.pdf"], "plot must be a .svg or .png file, got a.pdf"),
-    (["build", "x.npy", "new.drq", "--plot", "new/a.svg"], "new/a.svg cannot be written: new is not a folder"),
+    (["build", "x.npy", "new.drq", "--plot", "new/a.svg"], "new/a.svg cannot be written: new does not exist"),
     (["build", "one.npy", "new.drq", "--plot", "a.svg"], "plot must be left out for a single vector"),
     (["search", "new.drq", "q.npy"], "new.drq does not exist; `drq-fast build` makes an index"),
     (["search", "lists.drq"], "queries must be a file of vectors"),
-    (["search", "x.npy", "q.npy"], "x.npy is not a complete safetensors file"),
+    (["build", "x.npy", "q.npy/new.drq"], "q.npy/new.drq cannot be written: q.npy is not a folder"),
+    (["search", "q.npy", "lists.drq"], "q.npy is not an index of drq-fast (INDEX comes first, then vectors)."),
+    (["search", "text.drq", "q.npy"], "text.drq is not an index of drq-fast."),
+    (["add", "cut.drq", "x.npy"], "cut.drq is not a complete safetensors file"),
     (["search", "run/model.drq", "q.npy"], "holds a quantizer, not an index"),
     (["search", "lists.drq", "narrow.npy"], "queries must be of 16 dimensions, as the index is, got 3"),
     (["search", "lists.drq", "q.npy", "--recall", "1.5"], "recall must be above 0 and at most 1, got 1.5"),
     (["search", "lists.drq", "q.npy", "--recall", ".9", "-k", "11"], "-k must be at most 10 where a recall is"),
     (["search", "lists.drq", "q.npy", "--probes", "17"], "probes must be an integer from 1 to 16, got 17"),
-    (["search", "codes.drq", "q.npy", "--recall", ".9"], "recall needs an index that was tuned"),
-    (["search", "codes.drq", "q.npy", "--probes", "2"], "probes needs lists, and the index has none"),
-    (["search", "run", "q.npy", "--recall", ".9"], "recall needs an index that was tuned"),
+    (["search", "codes.drq", "q.npy", "--recall", ".9"], "recall must be left out, as the recall of codes.drq was"),
+    (["search", "by_codes.drq", "q.npy", "--recall", ".1", "-k", "5"], "-k must be 10 where a recall is asked"),
+    (["search", "by_codes.drq", "q.npy", "--recall", ".1", "-k", "11"], "-k must be 10 where a recall is asked"),
+    (["search", "codes.drq", "q.npy", "--probes", "2"], "--probes must be left out, as codes.drq has no inverted"),
     (["tune", "new.drq", "q.npy"], "new.drq does not exist"),
     (["tune", "codes.drq", "q.npy"], "codes.drq has codes only; `drq-fast build --vectors float16` keeps vectors"),
     (["tune", "run", "q.npy"], "run/index.drq has codes only"),
@@ -233,15 +241,18 @@ WRONG = [
     (["search", "lists.drq", "q.npy", "--refine", "9", "--vectors", "x.npy"], "--vectors must be left out, as the"),
     (["search", "lists.drq", "q.npy", "--keep", "x.npy"], "--keep must be integers, got float32"),
     (["info", "new.drq"], "new.drq does not exist"),
-    (["info", "x.npy"], "x.npy is not a complete safetensors file"),
+    (["info", "x.npy"], "x.npy is not an index of drq-fast"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "said"), WRONG, ids=[" ".join(a[:6]) for a, _ in WRONG])
 def test_bad_input_is_one_sentence(shell, built, arguments, said):
     x = np.load("x.npy")
-    for name in ("lists.drq", "codes.drq"):
+    for name in ("lists.drq", "codes.drq", "by_codes.drq"):
         shutil.copy(built / name, name)
+    Path("text.drq").write_text("not an index")
+    Path("cut.drq").write_bytes(Path("lists.drq").read_bytes()[:100])
+    np.save("huge.npy", 1e30 * x)
     np.save("narrow.npy", x[:, :3].copy())
     np.save("one.npy", x[:1])
     np.save("nan.npy", np.where(np.arange(3000)[:, None] == 11, np.nan, x))

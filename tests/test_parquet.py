@@ -164,7 +164,7 @@ def test_command_line(tmp_path, capsys):
         (["no/*.parquet"], 1, "no file matches no/*.parquet."),
         (["a.parquet", "x.npy"], 2, "vectors must be Parquet files alone, or .npy files alone, got x.npy."),
         (["a.parquet", "--workers", "2"], 2, "--workers must be left out without --ray, got 2."),
-        (["x.npy", "--column", "y"], 2, "--column must be left out unless files are Parquet, got 'y'."),
+        (["x.npy", "--column", "y"], 2, "--column must be left out unless files are Parquet, got y."),
     ],
 )
 def test_command_line_refuses(tmp_path, capsys, monkeypatch, arguments, code, message):

@@ -7,6 +7,7 @@ unknown, missing or has a value that is not allowed, 1 for any other error, 130 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -16,6 +17,8 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
+
+_CALL = re.compile(r"before training, call layer\.initialise\(x\) with")  # advice for Python
 
 
 class _Interrupted(BaseException):
@@ -35,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # `RecurrentQuantizer.fit` catches KeyboardInterrupt and keeps its best codec, which the command then writes.
         with _interruptible(KeyboardInterrupt if options.command == "fit" else _Interrupted), _notes(name):
             result, text = getattr(commands, options.command)(options)
-            print(json.dumps(result, indent=1) if options.json else text, flush=True)
+            print(_as_json(result) if options.json else text, flush=True)
         return 0
     except (_Interrupted, KeyboardInterrupt):
         return _failed(f"{name}: interrupted; finished files are kept", 130)
@@ -49,6 +52,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if wrong and wrong[0] in shown:
             return _failed(f"{name}: {shown[wrong[0]]}{message[wrong.end() :]}", 2)
         return _failed(f"{name}: {message or type(error).__name__}", 1)
+
+
+def _as_json(result: dict[str, Any]) -> str:
+    """A result as strict JSON, which has null for NaN and infinities."""
+
+    def strict(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: strict(each) for name, each in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [strict(each) for each in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(strict(result), indent=1, allow_nan=False)
 
 
 def _without_function(message: str) -> str:
@@ -100,7 +116,8 @@ def _notes(name: str) -> Iterator[None]:
     """Prints warnings as single lines that start with the name of the command, not of the Python function."""
 
     def note(message: Warning | str, *_: object, **__: object) -> None:
-        print(f"{name}: note: {_without_function(str(message))}", file=sys.stderr)
+        text = _CALL.sub("take fewer --codewords, or more --train to have", _without_function(str(message)))
+        print(f"{name}: note: {text}", file=sys.stderr)
 
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)

@@ -24,7 +24,7 @@ from ..retrieval.settings import NEW_IN_CONFIG, NEW_SETTINGS, Config, Settings
 from ..semantic import SemanticIds
 from . import info as information
 from . import metrics as measures
-from .description import describe, table
+from .description import counted, describe, table
 from .images import ImageQueries, is_images
 from .indexes import Result, index_file, same_dim
 from .indexes import add as add
@@ -49,12 +49,13 @@ def info(options: argparse.Namespace) -> Result:
 
 def fit(options: argparse.Namespace) -> Result:
     """`drq-fast fit`."""
-    run, vectors = Run(options.folder), VectorFiles(options.vectors)
+    run = Run(options.folder)
+    run.claim_folder()  # first, because it finds swapped arguments
+    vectors = VectorFiles(options.vectors)
     _not_inside(run, options.vectors)
     seed = checks.seed("fit", options.seed) or 0
     levels = checks.integer("fit", "levels", options.levels, 1, 1000)
     layer = RecurrentQuantizer(vectors.dim, options.codewords, levels, codebooks=options.codebooks, scale=options.scale)
-    run.claim_folder()
     run.not_trained()
     run.all_vacant(options.force)
     default = sample_size(layer.codewords)
@@ -76,7 +77,10 @@ def fit(options: argparse.Namespace) -> Result:
     lengths = _lengths(layer.codewords, layer.levels)
     result = {"model": str(run.model), "sample": len(x), "errors": dict(zip(map(str, lengths), errors, strict=True))}
     rows = [(f"{b} bits", f"{e:.4f}") for b, e in zip(lengths, errors, strict=True)]
-    return result, f"{table(('code', 'relative squared error'), rows)}\n{run.model}: fitted to {len(x):,} vectors"
+    return (
+        result,
+        f"{table(('code', 'relative squared error'), rows)}\n{run.model}: fitted to {counted(len(x), 'vector')}",
+    )
 
 
 def encode(options: argparse.Namespace) -> Result:
@@ -88,7 +92,7 @@ def encode(options: argparse.Namespace) -> Result:
         return encode_parquet(run, options)
     for name in ("column", "ray", "workers"):
         if getattr(options, name) is not None:
-            checks.fail("encode", name, "left out unless files are Parquet", repr(getattr(options, name)))
+            checks.fail("encode", name, "left out unless files are Parquet", getattr(options, name) or f"--{name}")
     with run.locked_model() as layer:
         source: Encodable
         if options.vectors:
@@ -99,7 +103,7 @@ def encode(options: argparse.Namespace) -> Result:
             source = _database(run, run.experiment(), layer)
         run.encode(layer, source, beam=options.beam, force=options.force)
     result = {"codes": str(run.codes), "rows": len(source), "levels": layer.levels, "bits": layer.bits}
-    return result, f"{run.codes}: {len(source):,} codes of {layer.bits} bits"
+    return result, f"{run.codes}: {counted(len(source), 'code')} of {layer.bits} bits"
 
 
 def index(options: argparse.Namespace) -> Result:
@@ -114,7 +118,7 @@ def index(options: argparse.Namespace) -> Result:
         made.save(run.index)
     size = run.index.stat().st_size
     result = {"index": str(run.index), "size": len(made), "metric": made.metric, "bytes": size}
-    return result, f"{run.index}: {len(made):,} codes, metric {made.metric}, {size:,} bytes"
+    return result, f"{run.index}: {counted(len(made), 'code')}, metric {made.metric}, {size:,} bytes"
 
 
 def search(options: argparse.Namespace) -> Result:
@@ -137,20 +141,37 @@ def search(options: argparse.Namespace) -> Result:
     keep = None if options.keep is None else files.read_array("search", options.keep)
     if options.refine is not None and own is None and made.vectors is None:
         checks.fail("search", "vectors", "given with --refine, as the index has codes only", "none")
+    _measured(options, index, made)
     settings = {name: getattr(options, name) for name in ("recall", "probes", "refine")}
     scores, ids = made.search(queries.read(0, len(queries)), k, L, keep, **settings, vectors=own)
+    if made.metric == "l2":
+        scores = scores.clamp(min=0)  # squared distances, which rounding makes negative near 0
     if target is not None:
         archive = io.BytesIO()
         np.savez(archive, ids=ids.numpy(), scores=scores.numpy())
         files.write_bytes(target, archive.getvalue())
         return {"out": str(target), "queries": len(ids), "k": k}, f"{target}: {len(ids):,} x {k} results"
     result = {"ids": ids.tolist(), "scores": scores.tolist()} | ({} if images is None else images.names(made, ids))
+    found = [sum(i >= 0 for i in row) for row in result["ids"]]  # the others are padding, where fewer than k are kept
+    for name in result.keys() & {"ids", "scores", "found"}:
+        result[name] = [row[:n] for row, n in zip(result[name], found, strict=True)]
     asked, names = result.get("images", range(len(ids))), result.get("found", result["ids"])
     lines = [
         "\t".join([str(q), *(f"{name}:{s:.6g}" for name, s in zip(row, score, strict=True))])
         for q, row, score in zip(asked, names, result["scores"], strict=True)
     ]
     return result, "\n".join(lines)
+
+
+def _measured(options: argparse.Namespace, path: Path, index: Index) -> None:
+    """Raises ValueError if --recall or --probes does not fit the index."""
+    if options.recall is not None and index.tuning is None:
+        maker = "build" if index.vectors is None else "tune"
+        why = f"left out, as the recall of {path} was not measured, which `drq-fast {maker}` does"
+        checks.fail("search", "recall", why, options.recall)
+    if options.probes is not None and index.lists is None:
+        why = f"left out, as {path} has no inverted lists, which `drq-fast build --lists` makes"
+        checks.fail("search", "probes", why, options.probes)
 
 
 def ids(options: argparse.Namespace) -> Result:
@@ -182,7 +203,7 @@ def ids(options: argparse.Namespace) -> Result:
         for m, level in enumerate(metrics["levels"])
     ]
     text = (
-        f"{run.ids}: {len(made):,} unique ids; {metrics['unique']:.2%} of the codes were distinct before, "
+        f"{run.ids}: {counted(len(made), 'unique id')}; {metrics['unique']:.2%} of the codes were distinct before, "
         f"{metrics['moved']:,} changed, relative squared error {metrics['error_before']:.4f} -> "
         f"{metrics['error_after']:.4f}"
     )
@@ -219,8 +240,9 @@ def train(options: argparse.Namespace) -> Result:
     counts = {name: len(rows) for name, rows in experiment.split._asdict().items()}
     classes = len(experiment.items.classes)
     return {"model": str(run.model), **counts, "classes": classes, "epochs": len(history)}, (
-        f"{run.model}: trained on {counts['train']:,} items of {classes} classes; "
-        f"next: drq-fast evaluate {run.folder} ({counts['query']:,} queries, {counts['database']:,} to rank)"
+        f"{run.model}: trained on {counted(counts['train'], 'item')} of {counted(classes, 'class', 'classes')}; "
+        f"next: drq-fast evaluate {run.folder} "
+        f"({counted(counts['query'], 'query', 'queries')}, {counts['database']:,} to rank)"
     )
 
 

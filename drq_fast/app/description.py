@@ -10,6 +10,11 @@ from ..index import Index
 from ..index.tuning import Tuning
 
 
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """`1 vector` or `2,000 vectors`; plural: the form of a noun that takes no s."""
+    return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
+
+
 def describe(path: Path, index: Index) -> tuple[dict[str, Any], str]:
     """The settings, sizes and tuning of an index in a file: for JSON, and as text."""
     size, tuning = path.stat().st_size, index.tuning
@@ -24,8 +29,9 @@ def describe(path: Path, index: Index) -> tuple[dict[str, Any], str]:
     N = max(len(index), 1)
     parts = [(name, f"{part:,}", f"{part / N:,.2f}") for name, part in (*index.sizes.items(), ("file", size))]
     text = [
-        f"{path}: {len(index):,} vectors of {index.dim:,} dimensions in {index.bits} bits, metric {index.metric}, "
-        f"{'no' if index.lists is None else f'{index.lists:,}'} lists, "
+        f"{path}: {counted(len(index), 'vector')} of {counted(index.dim, 'dimension')} in {index.bits} bits, "
+        f"metric {index.metric}, "
+        f"{'no lists' if index.lists is None else counted(index.lists, 'list')}, "
         f"{'no vectors kept' if index.vectors is None else f'vectors kept as {index.vectors}'}",
         table(("part", "bytes", "per vector"), parts),
         "not tuned: no recall was measured" if tuning is None else _tuning(tuning),
@@ -44,7 +50,8 @@ def _tuning(tuning: Tuning) -> str:
         for setting in tuning.settings
     ]
     head = (f"recall@{tuning.k}", "probes", "refine", "cost")
-    measured = f"measured with {tuning.queries:,} queries on {tuning.size:,} vectors"
+    asked = counted(tuning.queries, "query", "queries")
+    measured = f"measured with {asked} on {counted(tuning.size, 'vector')}"
     return f"{table(head, rows)}\n{measured}; cost: estimated, in codes scanned"
 
 

@@ -16,7 +16,7 @@ from ..files import FileError
 from ..index import Index
 from ..index.ids import checked_ids
 from ..index.source import in_blocks
-from .description import describe
+from .description import counted, describe
 from .images import ImageQueries
 from .report import need_packages
 from .run import Run, lock, vacant
@@ -28,7 +28,10 @@ _HIGH = 0.95  # recall below which `build` says how to reach more
 
 def build(options: argparse.Namespace) -> Result:
     """`drq-fast build`."""
-    target, vectors = Path(options.index), VectorFiles(options.vectors)
+    target = Path(options.index)
+    if target.suffix == ".npy":
+        checks.fail("build", "index", "the file to write, after those of vectors", options.index)
+    vectors = VectorFiles(options.vectors)
     plot = _figure("build", options)
     _replaceable(target, options.force)
     if plot is not None and len(vectors) == 1:
@@ -75,8 +78,9 @@ def add(options: argparse.Namespace) -> Result:
             ids = None if given is None else given[first : first + len(block)]
             last = int(made.add(block, ids, beam=options.beam)[-1])
     N = len(vectors)
-    numbered = "" if given is not None else f" with ids {last + 1 - N} to {last}"
-    text = f"{path}: {N:,} vectors added{numbered}, {len(made):,} in all"
+    new = f" with id {last}" if N == 1 else f" with ids {last + 1 - N} to {last}"
+    numbered = "" if given is not None else new
+    text = f"{path}: {counted(N, 'vector')} added{numbered}, {len(made):,} in all"
     return {"index": str(path), "added": N, "last_id": last, "size": len(made)}, text
 
 
@@ -86,7 +90,7 @@ def remove(options: argparse.Namespace) -> Result:
     with _changing("remove", options.folder) as (path, made):
         made.remove(unwanted)
     result = {"index": str(path), "removed": len(unwanted), "size": len(made)}
-    return result, f"{path}: {len(unwanted):,} ids removed, {len(made):,} left"
+    return result, f"{path}: {counted(len(unwanted), 'id')} removed, {len(made):,} left"
 
 
 @contextmanager
@@ -131,10 +135,23 @@ def index_file(op: str, name: str) -> Path:
             f"{op}: {path} does not exist; `drq-fast build` makes an index, `fit` or `train` a run."
         )
     if not path.is_dir():
+        _may_be_index(op, path)
         return path
     run = Run(path)
     run.need_index()
     return run.index
+
+
+def _may_be_index(op: str, path: Path) -> None:
+    """Raises FileError if a file is not of the format that an index has."""
+    try:
+        with files.open_regular(path) as file:
+            start = file.read(9)  # the length of a header, and a brace
+    except OSError:
+        return  # reading the index says why
+    if start[8:] != b"{":
+        hint = " (INDEX comes first, then vectors)" if start.startswith(b"\x93NUMPY") else ""
+        raise FileError(f"{op}: {path} is not an index of drq-fast{hint}.")
 
 
 def _replaceable(path: Path, force: bool) -> None:
@@ -153,7 +170,8 @@ def _writable(op: str, path: Path) -> None:
     if path.is_dir():
         raise IsADirectoryError(f"{op}: {path} cannot be written: it is a folder.")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"{op}: {path} cannot be written: {path.parent} is not a folder.")
+        what = "is not a folder" if path.parent.exists() else "does not exist"
+        raise FileNotFoundError(f"{op}: {path} cannot be written: {path.parent} {what}.")
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise PermissionError(f"{op}: {path} cannot be written: {path.parent} is read-only.")
 

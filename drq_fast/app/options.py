@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import difflib
 import os
+import sys
 import typing
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
@@ -22,14 +23,21 @@ _CHOICES = {
     "mining": MINING,
 }
 
+_ELSEWHERE = {  # what options of other commands are here
+    ("search", "--metric"): "; the metric is that of the index",
+    ("tune", "--vectors"): "; the vectors are those that the index keeps",
+}
 _CODEBOOKS = "codebooks, each of which as many neighbouring levels share; more have less error and take longer to fit"
 
 
 def nearest(wrong: str, known: Iterable[str]) -> str:
-    """`, did you mean ...?` if a known name is similar; else the list of names, if it is short."""
-    names = list(known)
-    close = difflib.get_close_matches(wrong, names, n=1, cutoff=0.5)
-    return f", did you mean {close[0]}?" if close else f" (choose from {', '.join(names)})" if len(names) < 12 else ""
+    """`, did you mean ...?` if a known name is similar; else the list of names, if it is short and not of options."""
+    names = {name.lstrip("-"): name for name in known}  # dashes alone do not make options similar
+    close = difflib.get_close_matches(wrong.lstrip("-"), names, n=1)
+    if close:
+        return f", did you mean {names[close[0]]}?"
+    listed = len(names) < 12 and not wrong.startswith("-")
+    return f" (choose from {', '.join(names.values())})" if listed else ""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -59,21 +67,33 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         import argcomplete
 
         argcomplete.autocomplete(parser)
+    _after_command(parser, commands, sys.argv[1:] if arguments is None else arguments)
     options, unknown = parser.parse_known_args(arguments)
     command = commands[options.command]
     options.prog = command.prog
     options.shown = {action.dest: (*action.option_strings, action.dest)[0] for action in command._actions}
+    if isinstance(getattr(options, "vectors", None), list):
+        options.shown["x"] = ", ".join(options.vectors)  # what the library calls the vectors
     if unknown:
         wrong = unknown[0].partition("=")[0]
         if not wrong.startswith("-"):
             command.error(f"unexpected argument {wrong!r}")
-        command.error(f"unknown option {wrong!r}{nearest(wrong, command._option_string_actions)}")
+        hint = _ELSEWHERE.get((options.command, wrong)) or nearest(wrong, command._option_string_actions)
+        command.error(f"unknown option {wrong!r}{hint}")
     if options.command == "search" and options.recall is not None:
         for name in ("bits", "probes", "refine", "vectors"):
             if getattr(options, name) is not None:
                 why = "was not measured with vectors of yours" if name == "vectors" else "chooses --probes and --refine"
                 command.error(f"--recall {why}; it cannot be given with --{name}")
     return options
+
+
+def _after_command(parser: _Parser, commands: Iterable[str], given: Sequence[str]) -> None:
+    """Ends the process if an option of a command is in front of the command."""
+    first = given[0].partition("=")[0] if given else ""
+    if first.startswith("-") and first not in parser._option_string_actions:
+        command = next((each for each in given if each in commands), "COMMAND")
+        parser.error(f"options come after the command: drq-fast {command} {first} ...")
 
 
 def _parsers() -> tuple[_Parser, dict[str, _Parser]]:

@@ -11,6 +11,7 @@ from typing import Any
 from .. import checks
 from ..codec import Codec
 from ..interop import parquet
+from .description import counted
 from .run import Run
 
 
@@ -31,7 +32,7 @@ def encode(run: Run, options: argparse.Namespace) -> tuple[dict[str, Any], str]:
         else:
             rows = _on_ray(options, codec, sources, run.parts, settings)
     result = {"codes": str(run.parts), "files": len(todo), "rows": rows, "levels": layer.levels, "bits": layer.bits}
-    return result, f"{run.parts}: {rows:,} codes of {layer.bits} bits in {len(todo):,} files"
+    return result, f"{run.parts}: {counted(rows, 'code')} of {layer.bits} bits in {counted(len(todo), 'file')}"
 
 
 def _on_ray(

@@ -126,6 +126,7 @@ class Run:
 
     def claim_folder(self) -> None:
         """Raises FileError unless the folder is a run, empty or missing."""
+        self._not_file()
         if not self.folder.is_dir() or self.made():
             return
         for name in sorted(os.listdir(self.folder)):
@@ -232,12 +233,16 @@ class Run:
 
     def need(self, path: Path, maker: str) -> None:
         """Raises FileNotFoundError if `path` is missing; `maker` names the command that makes it."""
-        if self.folder.exists() and not self.folder.is_dir():
-            raise NotADirectoryError(f"run: {self.folder} is a file, not the folder of a run.")
+        self._not_file()
         if not self.folder.is_dir():
             raise FileNotFoundError(f"run: {self.folder} does not exist; `drq-fast fit` or `train` makes a run.")
         if not path.exists():
             raise FileNotFoundError(f"run: {path} does not exist; {maker} makes it.")
+
+    def _not_file(self) -> None:
+        """Raises NotADirectoryError if the folder is a file, as where arguments are swapped."""
+        if self.folder.exists() and not self.folder.is_dir():
+            raise NotADirectoryError(f"run: {self.folder} is a file, not the folder of a run, which comes first.")
 
     def need_model(self) -> None:
         """Raises FileNotFoundError if there is no model."""

@@ -82,7 +82,7 @@ class _File:
         array = read_array("vectors", path, mmap=True)
         if array.ndim != 2 or 0 in array.shape or array.dtype.kind not in "fiu":
             what = f"{array.dtype} {list(array.shape)}"
-            raise FileError(f"vectors: {path} must hold numbers [N, D] with N and D of at least 1, got {what}.")
+            raise FileError(f"vectors: {path} must hold real numbers [N, D] with N and D of at least 1, got {what}.")
         if not array.flags.c_contiguous:
             raise FileError(f"vectors: {path} is stored by columns; save numpy.ascontiguousarray of it.")
         self.rows, self.dim = array.shape

@@ -59,7 +59,8 @@ class Tuning(NamedTuple):
 
     def cheapest(self, recall: float, k: int) -> Setting:
         """The cheapest setting that reached a recall, for k results."""
-        if k > self.k:
+        by_codes = all(each.refine is None for each in self.settings)
+        if k > self.k and not by_codes:
             checks.fail("search", "k", f"at most {self.k} where a recall is asked for, unless `tune` measures more", k)
         # Other queries find a little less or more, so a tenth of what is missing to 1 is added if it can be had.
         for wanted in (recall + (1 - recall) / 10, recall):
@@ -73,7 +74,6 @@ class Tuning(NamedTuple):
             checks.fail(
                 "search", "k", f"{self.k} where a recall is asked for, as codes alone were measured for that", k
             )
-        by_codes = all(each.refine is None for each in self.settings)
         how = " by codes alone (an index that keeps vectors finds more)" if by_codes else ""
         checks.fail("search", "recall", f"at most {max(usable):.4f}, the highest that was measured{how}", recall)
 

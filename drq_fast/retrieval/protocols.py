@@ -63,7 +63,7 @@ def split(
     for name, rows, use in (("query", learn, "to train on"), ("train", database, "for the database")):
         if not bool(rows.any()):
             expected, got = f"small enough to leave items {use}", f"{words} of {len(labels)} items"
-            checks.fail("split", name, expected, f"{got} {_COUNTS}")
+            checks.fail("split", name, expected, f"{got} by protocol {protocol} {_COUNTS}")
     for said in too_few:
         warnings.warn(f"split: {said}; all that are left are drawn {_COUNTS}.", stacklevel=2)
     return Split(*(rows.nonzero().squeeze(1) for rows in (learn, ask, database)))
