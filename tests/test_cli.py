@@ -19,7 +19,9 @@ from patience import PATIENCE, wait_until
 from drq_fast import Index, RecurrentQuantizer, functional
 from drq_fast.app import cli, options
 from drq_fast.app.options import _parsers
+from drq_fast.app.run import Run
 from drq_fast.files import fingerprint
+from drq_fast.retrieval.experiment import Experiment
 
 TRAIN = ["--train", "20", "--query", "5", "--hidden", "32", "--dim", "48", "--codewords", "16", "--levels", "3"]
 
@@ -299,10 +301,13 @@ WRONG = [
     (["evaluate", "new"], "new does not exist"),
     (["evaluate", "x.npy"], "x.npy is a file, not the folder of a run"),
     (["train", "new", "--data", "missing"], "missing does not exist"),
+    (["train", "new", "--data", "nan.npy", "--labels", "classes.npy"], "item 11 has a feature that is not finite"),
+    (["train", "new", "--data", "x.npy"], "x.npy holds no labels; they need --labels FILE.npy (labels= in Python)."),
+    (["train", "new", "--data", "test_batch.bin"], "test_batch.bin is one of six files of CIFAR-10; name the folder"),
     (["train", "new", "--data", "labelled.npz", "--words", "missing.txt"], "missing.txt cannot be read"),
     (["train", "new", "--data", "labelled.npz", "--config", "typo.json"], "setting 'margn', did you mean margin?"),
     (["train", "new", "--data", "labelled.npz", "--config", "x.npy"], "x.npy is not JSON"),
-    (["train", "run", "--data", "labelled.npz", *TRAIN], "run holds a fitted run; --force replaces its model and deletes"),
+    (["train", "run", "--data", "labelled.npz", *TRAIN], "run holds a fitted run; --force replaces its model"),
     (["train", "/proc/run", "--data", "labelled.npz", *TRAIN], "/proc/run cannot be made"),
     (["report", "new"], "new does not exist"),
 ]  # fmt: skip
@@ -364,6 +369,8 @@ def test_bad_input_is_one_sentence(shell, code, arguments, said):
     np.save("columns.npy", np.asfortranarray(x))
     np.save("nan.npy", np.where(np.arange(3000)[:, None] == 11, np.nan, x))
     np.save("twice.npy", np.zeros(3000, np.int64))
+    np.save("classes.npy", np.arange(3000) % 3)
+    Path("test_batch.bin").write_bytes(bytes(3073))
     Path("pk.npy").write_bytes(b"PK\3\4junk")
     Path("header.npy").write_bytes(
         Path("x.npy").read_bytes().replace(b"'shape': (3000, 16), }", b"'shape': (3000, 16  ")
@@ -465,11 +472,11 @@ def test_ctrl_c_keeps_the_best_codec_so_far(shell, monkeypatch, rounds):
     assert len(calls) == rounds + 1
     out, err = shell.capsys.readouterr()
     if rounds == 0:
-        assert (out, err) == ("", "drq-fast fit: interrupted; finished files are kept\n")
+        assert (out, err) == ("", "drq-fast fit: interrupted; no codec was written\n")
         assert [path.name for path in Path("run").iterdir()] == [".lock"]
         return
     kept = "fit: interrupted after 4 of 6 rounds; the best codec so far is kept.\n"
-    assert err == f"{kept}drq-fast fit: interrupted; finished files are kept\n"
+    assert err == f"{kept}drq-fast fit: interrupted; the best codec so far was written\n"
     assert out.endswith("run/model.drq: fitted to 3,000 vectors\n")
     shell.ok("encode", "run", "x.npy")
     shell.ok("index", "run")
@@ -490,6 +497,20 @@ def test_ctrl_c_leaves_a_whole_run_or_none(shell):
     else:
         assert out == ""
         assert [path.name for path in Path("run").iterdir()] == [".lock"]
+
+
+@pytest.mark.parametrize("command", ["train", "encode"])
+def test_ctrl_c_says_what_resumes(shell, monkeypatch, command):
+    shell.ok("fit", "run", "x.npy", *shell.FIT)
+
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(Experiment, "train", interrupted)
+    monkeypatch.setattr(Run, "encode", lambda *_, **__: interrupted())
+    arguments = {"train": ["new", "--data", "labelled.npz", *TRAIN], "encode": ["run", "x.npy"]}[command]
+    assert cli.main([command, *arguments]) == 130
+    assert shell.capsys.readouterr().err == f"drq-fast {command}: interrupted; the same command resumes\n"
 
 
 @pytest.mark.parametrize("caught", ["", "except BaseException: pass", "except BaseException: raise ImportError"])

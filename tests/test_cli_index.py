@@ -308,5 +308,5 @@ def test_ctrl_c_leaves_the_old_index(shell, built):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, "")
-    assert err.strip().splitlines()[-1] == "drq-fast build: interrupted; finished files are kept"
+    assert err.strip().splitlines()[-1] == "drq-fast build: interrupted; x.drq was not written"
     assert shell.tree() == before

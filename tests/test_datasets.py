@@ -249,12 +249,12 @@ def test_features_that_are_not_right(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"x.npy cannot be read: No such file or directory\.$"):
         datasets.features(tmp_path / "x.npy")
     np.save(tmp_path / "x.npy", np.zeros((6, 4)))
-    with pytest.raises(FileError, match=r"holds no labels; name their file or give them as an array\.$"):
+    with pytest.raises(FileError, match=r"holds no labels; they need --labels FILE\.npy \(labels= in Python\)\.$"):
         datasets.features(tmp_path / "x.npy")
     with pytest.raises(FileError, match=r"must hold x \[N, D\] and N labels, got \[6, 4\] and 5\.$"):
         datasets.features(tmp_path / "x.npy", np.zeros(5, int))
     np.savez(tmp_path / "x.npz", x=np.zeros((6, 4)))
-    with pytest.raises(FileError, match=r"holds no labels"):
+    with pytest.raises(FileError, match=r"\(labels= in Python\), or an array named label in it\.$"):
         datasets.features(tmp_path / "x.npz")
     np.savez(tmp_path / "y.npz", y=np.zeros((6, 4)))
     with pytest.raises(FileError, match=r"has no array 'x'\.$"):
@@ -283,14 +283,33 @@ def test_a_feature_that_is_not_finite_is_named(tmp_path):
         datasets.FeatureArray(x, datasets.one_hot(np.arange(5) % 2, 2), ["a", "b"])
 
 
+@pytest.mark.parametrize("suffix", [".npy", ".npz"])
+def test_features_are_checked_when_they_are_read(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(datasets, "_NUMBERS", 10)  # several blocks of two rows
+    x, label = np.ones((7, 4), np.float16), np.arange(7) % 2
+    x[6, 3] = np.inf
+    path = tmp_path / f"x{suffix}"
+    if suffix == ".npy":
+        np.save(path, x)
+    else:
+        np.savez(path, x=x)
+    with pytest.raises(FileError, match=r"^datasets: item 6 has a feature that is not finite in float32\.$"):
+        datasets.features(path, label)
+    whole = np.full((7, 4), 2**40)
+    np.savez(path := tmp_path / "step.npz", x=whole, label=label, step=np.full(4, 1e30))
+    with pytest.raises(FileError, match=r"item 0 has a feature that is not finite"):
+        datasets.features(path)
+
+
 def test_labels_and_steps_that_are_not_right(tmp_path):
     x = np.ones((6, 4), np.int8)
     wrong = "must be class numbers \\[N\\] or flags \\[N, C\\] of 0 and 1, got"
     strings = np.array(["a", "b"] * 3)
     for label in (np.arange(1, 7)[:, None], np.full((6, 2), 5), np.full(6, 0.7), np.full(6, 3_000_000_000), strings):
         np.savez(tmp_path / "x.npz", x=x, label=label)
-        with pytest.raises(FileError, match=wrong):
+        with pytest.raises(FileError, match=wrong) as error:
             datasets.features(tmp_path / "x.npz")
+        assert ("; numpy.unique(labels, return_inverse=True)[1] numbers them." in str(error.value)) == (label.ndim == 1)
     np.savez(tmp_path / "x.npz", x=x, label=np.arange(6) % 2, step=np.ones(3))
     with pytest.raises(FileError, match=r"must have a step for each of 4 dimensions, got \[3\] of float64\.$"):
         datasets.features(tmp_path / "x.npz")

@@ -6,6 +6,7 @@ unknown, missing or has a value that is not allowed, 1 for any other error, 130 
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -27,7 +28,7 @@ class _Interrupted(BaseException):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    name, shown = "drq-fast", dict[str, str]()
+    name, shown, options = "drq-fast", dict[str, str](), None
     try:  # imports are inside it, so that Ctrl-C is caught while they run
         from .options import parse
 
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(_as_json(result) if options.json else text, flush=True)
         return 0
     except (_Interrupted, KeyboardInterrupt):
-        return _failed(f"{name}: interrupted; finished files are kept", 130)
+        return _failed(f"{name}: interrupted; {_left(options)}", 130)
     except BrokenPipeError:  # the reader of stdout has closed it; keep Python from failing again at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -65,6 +66,20 @@ def _as_json(result: dict[str, Any]) -> str:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     return json.dumps(strict(result), indent=1, allow_nan=False)
+
+
+def _left(options: argparse.Namespace | None) -> str:
+    """What an interrupted command leaves, and whether it can be resumed."""
+    if options is None:
+        return "finished files are kept"
+    written = "written" in options
+    if options.command in ("train", "encode"):
+        return "the same command resumes"
+    if options.command == "fit":
+        return "the best codec so far was written" if written else "no codec was written"
+    if options.command == "build" and not written:
+        return f"{options.index} was not written"
+    return "finished files are kept"
 
 
 def _without_function(message: str) -> str:

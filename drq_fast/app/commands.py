@@ -74,6 +74,7 @@ def fit(options: argparse.Namespace) -> Result:
         run.all_vacant(options.force)
         errors = layer.fit(x, rounds=options.rounds, beam=options.beam, sample=len(x), seed=seed)
         run.replace_model(layer, config)
+        options.written = True  # what Ctrl-C says depends on it
     lengths = _lengths(layer.codewords, layer.levels)
     result = {"model": str(run.model), "sample": len(x), "errors": dict(zip(map(str, lengths), errors, strict=True))}
     rows = [(f"{b} bits", f"{e:.4f}") for b, e in zip(lengths, errors, strict=True)]
@@ -305,7 +306,9 @@ def _by_labels(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace)
     query = experiment.features(database.model, experiment.split.query)
     run.claim(run.queries)
     files.write_array(run.queries, query.numpy())
-    return measures.by_labels(layer, codes, query, experiment, _searched_metric(run, options), x, made_by.get("beam", 1))
+    return measures.by_labels(
+        layer, codes, query, experiment, _searched_metric(run, options), x, made_by.get("beam", 1)
+    )
 
 
 def _by_neighbours(run: Run, layer: RecurrentQuantizer, options: argparse.Namespace) -> dict[str, Any]:

@@ -44,6 +44,7 @@ def build(options: argparse.Namespace) -> Result:
     )
     _replaceable(target, options.force)  # again: another process may have written it meanwhile
     made.save(target)
+    options.written = True  # what Ctrl-C says depends on it
     _draw(plot, made, target)
     facts, text = describe(target, made)
     return facts, text + _advice(made)

@@ -25,7 +25,9 @@ from ..files import FileError, read_array
 from . import pickles
 
 Source = str | os.PathLike[str]
+_NUMBERS = 1 << 22  # numbers that are checked at once
 _INTEGER = re.compile(r"[-+]?[0-9]{1,18}")
+CIFAR_BATCHES = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
 SUFFIXES = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".gif", ".tif", ".tiff"}
 
 
@@ -106,8 +108,7 @@ def _one_each(items: np.ndarray, labels: Tensor) -> np.ndarray:
 
 def cifar10(folder: Source) -> Images:
     """CIFAR-10 from its binary files or Python batches: 50,000 training images, then 10,000 test images."""
-    root = Path(folder)
-    names = [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]
+    root, names = Path(folder), CIFAR_BATCHES
     if (root / f"{names[0]}.bin").exists():
         parts = [_binary_batch(root / f"{name}.bin") for name in names]
         listed = root / "batches.meta.txt"
@@ -200,14 +201,24 @@ def features(path: Source, labels: Source | np.ndarray | None = None) -> Feature
     An `.npz` contains x and label; if x has integers also step [D], by which x is multiplied; and optionally
     classes [C], the class names. Labels are class numbers [N] or flags [N, C].
     """
-    file = Path(path)
+    items = _features(Path(path), labels)
+    if items.x.dtype.kind == "f" or items.step is not None:  # integers alone are finite
+        rows = max(1, _NUMBERS // items.x.shape[1])
+        for first in range(0, len(items), rows):
+            items[np.arange(first, min(first + rows, len(items)))]  # raises FileError unless all are finite
+    return items
+
+
+def _features(file: Path, labels: Source | np.ndarray | None) -> FeatureArray:
+    """The same, with only the shapes, dtypes and labels checked."""
     arrays = {"x": _array(file)} if file.suffix == ".npy" else arrays_of(file, ("x", "label", "step", "classes"))
     if labels is not None:
         arrays["label"] = labels if isinstance(labels, np.ndarray) else _array(Path(labels))
     if "x" not in arrays:
         raise FileError(f"datasets: {file} has no array 'x'.")
     if "label" not in arrays:
-        raise FileError(f"datasets: {file} holds no labels; name their file or give them as an array.")
+        own = "" if file.suffix == ".npy" else ", or an array named label in it"
+        raise FileError(f"datasets: {file} holds no labels; they need --labels FILE.npy (labels= in Python){own}.")
     x, label, step, names = arrays["x"], arrays["label"], arrays.get("step"), arrays.get("classes")
     if label.ndim == 0:
         raise FileError(
@@ -236,7 +247,10 @@ def _flags(file: Path, label: np.ndarray) -> Tensor:
         return torch.from_numpy(label.astype(bool))
     if label.ndim != 1 or label.dtype.kind not in "iu" or int(label.max()) >= len(label):
         got = f"{label.dtype} {list(label.shape)}" + (f" up to {label.max()}" if label.dtype.kind in "iu" else "")
-        raise FileError(f"datasets: labels of {file} must be class numbers [N] or flags [N, C] of 0 and 1, got {got}.")
+        hint = "; numpy.unique(labels, return_inverse=True)[1] numbers them" if label.ndim == 1 else ""
+        raise FileError(
+            f"datasets: labels of {file} must be class numbers [N] or flags [N, C] of 0 and 1, got {got}{hint}."
+        )
     return one_hot(label, int(label.max()) + 1)
 
 

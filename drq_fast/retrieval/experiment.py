@@ -196,6 +196,8 @@ def read_items(settings: Settings) -> Items:
         if len(settings.data) > 1:
             checks.fail("train", "data", "one file of features", len(settings.data))
         return datasets.features(first, settings.labels)
+    if first.name.removesuffix(".bin") in datasets.CIFAR_BATCHES:
+        raise FileError(f"train: {first} is one of six files of CIFAR-10; name the folder that holds them.")
     classes = None if settings.classes is None else datasets.read_classes(settings.classes)
     return datasets.image_list(list(settings.data), settings.root, classes, side(settings))
 
