@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -107,6 +109,13 @@ class Shell:
         assert captured.err.startswith("drq-fast")
         assert "Traceback" not in captured.err
         return captured.err
+
+    @staticmethod
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        """Starts a command in a process of its own, which can be interrupted."""
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "drq_fast", *arguments]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
     def fitted(self) -> Run:
         """A run with an index."""

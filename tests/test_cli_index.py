@@ -17,7 +17,6 @@ import torch
 
 from drq_fast import Index
 from drq_fast.app import cli
-from tests.test_cli import start
 
 BUILD = ["--bits", "16", "--sample", "500", "--beam", "2"]
 
@@ -299,7 +298,7 @@ def test_ctrl_c_leaves_the_old_index(shell, built):
     shutil.copy(built / "lists.drq", "x.drq")
     np.save("large.npy", shell.clustered(60_000, D=64))
     before = shell.tree()
-    process = start("build", "large.npy", "x.drq", "--force")
+    process = shell.start("build", "large.npy", "x.drq", "--force")
     maps, deadline = Path(f"/proc/{process.pid}/maps"), time.monotonic() + 60
     while time.monotonic() < deadline and "libtorch" not in maps.read_text():
         time.sleep(0.1)

@@ -23,14 +23,6 @@ from drq_fast.retrieval.experiment import Experiment
 TRAIN = ["--train", "20", "--query", "5", "--hidden", "32", "--dim", "48", "--codewords", "16", "--levels", "3"]
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "drq_fast", *arguments], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env=environment,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("rounds", [0, 4])
 def test_ctrl_c_keeps_the_best_codec_so_far(shell, monkeypatch, rounds):
     calls, encode = [], functional.encode_checked
@@ -57,7 +49,7 @@ def test_ctrl_c_keeps_the_best_codec_so_far(shell, monkeypatch, rounds):
 
 
 def test_ctrl_c_leaves_a_whole_run_or_none(shell):
-    process = start("fit", "run", "x.npy", "--rounds", "1000000")
+    process = shell.start("fit", "run", "x.npy", "--rounds", "1000000")
     wait_until(Path("run/.lock").exists)
     time.sleep(1)  # until the fit has begun; it may also be interrupted before
     process.send_signal(signal.SIGINT)
@@ -92,7 +84,7 @@ def test_ctrl_c_while_torch_is_imported(shell, caught):
     """`torch` is a module that imports slowly; some modules swallow exceptions or replace them."""
     slow = "import pathlib, time\ntry:\n    pathlib.Path('begun').touch()\n    time.sleep(600)\n"
     Path("torch.py").write_text(slow + (caught or "finally: pass"))
-    process = start("info")
+    process = shell.start("info")
     wait_until(Path("begun").exists)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=PATIENCE)
@@ -136,7 +128,7 @@ def test_training_that_was_killed_goes_on(shell, forced):
 def test_who_reads_no_further_sees_no_error(shell):
     shell.fitted()
     np.save("q.npy", np.repeat(np.load("q.npy"), 3000, axis=0))
-    process = start("search", "run", "q.npy", "-k", "20")
+    process = shell.start("search", "run", "q.npy", "-k", "20")
     assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()

@@ -48,8 +48,7 @@ class ImageQueries:
         known = self._known(index)
         if known is None:
             return names
-        none = {-1: "none"}
-        return names | {"found": [[none.get(i) or known.get(i, str(i)) for i in row] for row in ids.tolist()]}
+        return names | {"found": [[known.get(i, str(i)) for i in row] for row in ids.tolist()]}
 
     def _known(self, index: Index) -> dict[int, str] | None:
         """The image files of the database by id; None, with a note, if they are not known."""
