@@ -29,11 +29,11 @@ def vectors(N: int, D: int) -> Tensor:
     return x
 
 
-def trained(N: int, D: int, M: int, K: int) -> drq_fast.RecurrentQuantizer:
+def trained(N: int, D: int, M: int, K: int, codebooks: int = 1) -> drq_fast.RecurrentQuantizer:
     """A layer without offset, since the peers have none, initialised with x."""
-    path = Path(os.environ["BENCH_FOLDER"]) / f"encode {D} {M} {K}"  # the processes of one run share it
+    path = Path(os.environ["BENCH_FOLDER"]) / f"encode {D} {M} {K} {codebooks}"  # the processes of one run share it
     if not path.exists():
-        layer = drq_fast.RecurrentQuantizer(D, K, M, offset=False)
+        layer = drq_fast.RecurrentQuantizer(D, K, M, offset=False, codebooks=codebooks)
         layer.initialise(vectors(N, D)[: 1 << 14], seed=0)
         layer.save(path)
     return drq_fast.RecurrentQuantizer.load(path)
@@ -81,9 +81,12 @@ def plain_torch(device: str, **sizes: int) -> Callable[[], Tensor]:
     return lambda: functional.encode(x, codebook, scale, backend="torch")
 
 
-def faiss_rq(N: int, D: int, M: int, K: int, device: str, use_beam_LUT: int = 0, beam: int = 1) -> Callable[[], Any]:
+def faiss_rq(
+    N: int, D: int, M: int, K: int, device: str, use_beam_LUT: int = 0, beam: int = 1, codebooks: int = 1
+) -> Callable[[], Any]:
     """faiss with the same codewords at every level (not trained), so that it finds the same codes."""
-    x, codebook, scale = inputs(N, D, M, K)
+    x, codec = vectors(N, D), trained(N, D, M, K, codebooks).codec()
+    words = torch.cat([scale * codec.words(m) for m, scale in enumerate(codec.scale)])
     import faiss  # after torch: each brings an OpenMP runtime, and crashes have depended on the order
 
     if device != "cpu":
@@ -92,7 +95,7 @@ def faiss_rq(N: int, D: int, M: int, K: int, device: str, use_beam_LUT: int = 0,
     quantizer: Any = faiss.ResidualQuantizer(D, M, (K - 1).bit_length())
     quantizer.max_beam_size = beam
     quantizer.use_beam_LUT = use_beam_LUT
-    faiss.copy_array_to_vector((scale[:, None, None] * codebook).flatten().numpy(), quantizer.codebooks)
+    faiss.copy_array_to_vector(words.flatten().numpy(), quantizer.codebooks)
     quantizer.is_trained = True
     quantizer.compute_codebook_tables()
     array = x.numpy()
@@ -135,14 +138,13 @@ def agrees(codes: Tensor, M: int, K: int, device: str, **sizes: int) -> bool:
 
 def is_no_worse_than_greedy(codes: Tensor, beam: int, device: str, **sizes: int) -> bool:
     """The squared errors of all prefixes, weighted as in a beam, added up over the vectors."""
-    x, codebook, scale = inputs(**sizes)
+    x, codec = vectors(sizes["N"], sizes["D"]), trained(**sizes).codec()
 
     def error(found: Tensor) -> float:
-        weights = default_weights(len(scale))
-        decoded = (functional.decode(found, codebook, scale, levels=m + 1, backend="torch") for m in range(len(scale)))
-        return sum(w * float((x - x_hat).square().sum()) for w, x_hat in zip(weights, decoded, strict=True))
+        prefixes = enumerate(default_weights(codec.levels), start=1)
+        return sum(w * float((x - codec.decode(found, levels=m)).square().sum()) for m, w in prefixes)
 
-    greedy = functional.encode(x, codebook, scale, backend="torch")
+    greedy = codec.encode(x)
     return codes.shape == greedy.shape and error(codes.cpu()) <= error(greedy)
 
 
@@ -174,7 +176,10 @@ def bench_million(compare: Callable[..., None]) -> None:
     compare(ours, peers, agrees, sizes={"N": N, "D": 512, "M": 4, "K": 256}, work=N, unit="vectors")
 
 
-def bench_beam(compare: Callable[..., None]) -> None:
+@pytest.mark.parametrize(
+    ("N", "D", "M", "codebooks"), [(4096, 2048, 4, 1), *((16384, 128, 16, codebooks) for codebooks in (1, 2, 16))]
+)
+def bench_beam(compare: Callable[..., None], N: int, D: int, M: int, codebooks: int) -> None:
     peers = {"faiss RQ, beam 5, LUT": faiss_rq_beam_5}
-    sizes = {"N": 4096, "D": 2048, "M": 4, "K": 256, "beam": 16}
-    compare(ours, peers, is_no_worse_than_greedy, sizes=sizes, work=4096, unit="vectors")
+    sizes = {"N": N, "D": D, "M": M, "K": 256, "beam": 16} | ({"codebooks": codebooks} if codebooks > 1 else {})
+    compare(ours, peers, is_no_worse_than_greedy, sizes=sizes, work=N, unit="vectors")

@@ -58,20 +58,20 @@ def built(name: str) -> Path:
 
 
 @functools.cache
-def fitted(codes: str) -> tuple[drq_fast.Codec, Tensor]:
-    """A codec of K=256 and M=4, fitted in few rounds, and the codes [FILLED, M] of all vectors."""
-    path = built(f"{codes} ours")
+def fitted(codes: str, M: int, codebooks: int) -> tuple[drq_fast.Codec, Tensor]:
+    """A codec of K=256, fitted in few rounds, and the codes [FILLED, M] of all vectors."""
+    path = built(f"{codes} ours {M} {codebooks}")
     if not path.exists():
-        layer = drq_fast.RecurrentQuantizer(D, codewords=256, levels=4)
+        layer = drq_fast.RecurrentQuantizer(D, codewords=256, levels=M, codebooks=codebooks)
         layer.fit(sample(codes), rounds=20, beam=4, seed=0)
         torch.save((layer.codec(), layer.encode(filling(codes))), path)
     return torch.load(path, weights_only=False)
 
 
-def inputs(N: int, codes: str, K: int, M: int, dim: int = D) -> tuple[drq_fast.Codec, Tensor]:
+def inputs(N: int, codes: str, K: int, M: int, dim: int = D, codebooks: int = 1) -> tuple[drq_fast.Codec, Tensor]:
     """A codec and codes [N, M]."""
     if codes in FITTED:
-        codec, rows = fitted(codes)
+        codec, rows = fitted(codes, M, codebooks)
         return codec, rows[:N]
     generator = torch.Generator().manual_seed(0)
     codec = drq_fast.Codec(torch.randn(K, dim, generator=generator), 0.7 ** torch.arange(M))
@@ -165,13 +165,17 @@ def searched(index: Any, k: int, codes: str, Q: int) -> Callable[[], Any]:
     return lambda: index.search(next(queries), k)
 
 
-def faiss_pq(N: int, Q: int, K: int, M: int, metric: str, k: int, codes: str, device: str) -> Callable[[], Any]:
+def faiss_pq(
+    N: int, Q: int, K: int, M: int, metric: str, k: int, codes: str, device: str, **_: Any
+) -> Callable[[], Any]:
     """M tables of K float entries: the same look-ups as ours."""
     index = index_pq(imported_faiss(device), N, codes, metric, M, (K - 1).bit_length())
     return searched(index, k, codes, Q)
 
 
-def faiss_fast_scan(N: int, Q: int, K: int, M: int, metric: str, k: int, codes: str, device: str) -> Callable[[], Any]:
+def faiss_fast_scan(
+    N: int, Q: int, K: int, M: int, metric: str, k: int, codes: str, device: str, **_: Any
+) -> Callable[[], Any]:
     """Tables of 16 entries, rounded to 8 bits: as many bytes, coarser codebooks, approximate scores."""
     faiss = imported_faiss(device)
     exact = index_pq(faiss, N, codes, metric, M * (K - 1).bit_length() // 4, 4)
@@ -245,7 +249,8 @@ def agrees(
     query, (values, ids) = found[0].cpu(), (t.cpu() for t in found[1])
     codec, rows = inputs(N, codes, dim=dim, **code)
     parts = [None if t is None else t.double() for t in codec.tensors()]
-    scores = functional.adc(query[:8].double(), rows, *parts[:2], offset=parts[2], metric=metric, backend="torch")
+    settings: Any = {"codebooks": codec.codebooks, "metric": metric, "backend": "torch"}
+    scores = functional.adc(query[:8].double(), rows, *parts[:2], offset=parts[2], **settings)
     if keep is not None:
         scores[:, ~kept(N, keep)] = float("inf") if metric == "l2" else float("-inf")
     best = scores.topk(k, dim=1, largest=metric != "l2").values
@@ -309,6 +314,12 @@ def bench_random(compare: Callable[..., None], N: int, Q: int) -> None:
 @pytest.mark.parametrize("Q", [1, 256])
 def bench_64_bits(compare: Callable[..., None], Q: int) -> None:
     run(compare, FAST_SCAN, "random", 1_000_000, Q, M=8)
+
+
+@pytest.mark.parametrize("Q", [1, 256])
+@pytest.mark.parametrize(("M", "codebooks"), [(16, 1), (16, 16), (32, 32)])
+def bench_long_codes(compare: Callable[..., None], M: int, codebooks: int, Q: int) -> None:
+    run(compare, SCANS, "clustered", 1_000_000, Q, "l2", M=M, codebooks=codebooks)
 
 
 @pytest.mark.parametrize(("K", "M"), [(16, 8), (512, 4), (4096, 4)])

@@ -1,20 +1,24 @@
 // The copies of the kernels that setup.py compiles, one per instruction set, and which of them this processor can run.
 #pragma once
 
+#include <initializer_list>
+
+// use(name, ...) for each copy, the widest last. avx512 means what Skylake's servers brought: F, BW, VL and DQ; vbmi
+// what Ice Lake and Zen 4 added: VBMI and VNNI. dotprod is NEON with the products of four bytes of ARMv8.2.
+#if defined(DRQ_X86)
+#define DRQ_EACH_ISA(use, ...) \
+  use(portable, __VA_ARGS__) use(avx2, __VA_ARGS__) use(avx512, __VA_ARGS__) use(vbmi, __VA_ARGS__)
+#elif defined(DRQ_ARM)
+#define DRQ_EACH_ISA(use, ...) use(portable, __VA_ARGS__) use(neon, __VA_ARGS__) use(dotprod, __VA_ARGS__)
+#else
+#define DRQ_EACH_ISA(use, ...) use(portable, __VA_ARGS__)
+#endif
+
 namespace drq {
 
-// avx512 means what Ice Lake and Zen 4 brought: F, BW, VL, DQ, VBMI and VNNI. dotprod is NEON with the products of four
-// bytes of ARMv8.2.
-#ifdef DRQ_ARM
-#define DRQ_SECOND_ISA neon
-#define DRQ_THIRD_ISA dotprod
-constexpr const char* kIsaNames[] = {"portable", "neon", "dotprod"};
-#else
-#define DRQ_SECOND_ISA avx2
-#define DRQ_THIRD_ISA avx512
-constexpr const char* kIsaNames[] = {"portable", "avx2", "avx512"};
-#endif
-constexpr int kIsaCount = 3;
+#define DRQ_NAME_ISA(name, ...) #name,
+constexpr const char* kIsaNames[] = {DRQ_EACH_ISA(DRQ_NAME_ISA)};
+constexpr int kIsaCount = sizeof kIsaNames / sizeof *kIsaNames;
 
 // isa is an index into kIsaNames: compiled in, and this processor has it.
 bool isa_supported(int isa);
@@ -22,25 +26,18 @@ bool isa_supported(int isa);
 // Made by AMD.
 bool is_amd();
 
+template <class Kernel>
+Kernel* copy_for(std::initializer_list<Kernel*> copies, int isa) {
+  return copies.begin()[isa];
+}
+
 }  // namespace drq
 
-#if defined(DRQ_X86) || defined(DRQ_ARM)
-#define DRQ_DECLARE_COPIES(type, kernel, ...) \
-  namespace portable {                        \
-  type kernel(__VA_ARGS__);                   \
-  }                                           \
-  namespace DRQ_SECOND_ISA {                  \
-  type kernel(__VA_ARGS__);                   \
-  }                                           \
-  namespace DRQ_THIRD_ISA {                   \
-  type kernel(__VA_ARGS__);                   \
+#define DRQ_DECLARE_COPY(name, type, kernel, ...) \
+  namespace name {                                \
+  type kernel(__VA_ARGS__);                       \
   }
+#define DRQ_DECLARE_COPIES(...) DRQ_EACH_ISA(DRQ_DECLARE_COPY, __VA_ARGS__)
+#define DRQ_NAME_COPY(name, kernel) name::kernel,
 #define DRQ_CHOOSE_COPY(kernel, isa) \
-  ((isa) == 2 ? DRQ_THIRD_ISA::kernel : (isa) == 1 ? DRQ_SECOND_ISA::kernel : portable::kernel)
-#else
-#define DRQ_DECLARE_COPIES(type, kernel, ...) \
-  namespace portable {                        \
-  type kernel(__VA_ARGS__);                   \
-  }
-#define DRQ_CHOOSE_COPY(kernel, isa) (static_cast<void>(isa), portable::kernel)
-#endif
+  ::drq::copy_for<decltype(portable::kernel)>({DRQ_EACH_ISA(DRQ_NAME_COPY, kernel)}, isa)

@@ -50,14 +50,15 @@ class Builder:
         """Builds tests/native/<test>.cpp with the kernels, using the flags of setup.py and these."""
         defined = ("-DDRQ_COUNT_SCANS", *self.declared.split())
         flags = (*SETUP["CXX_FLAGS"], "-I" + str(ROOT / "csrc"), *defined, *flags)
-        emulated = ("-DDRQ_SIMDE", "-O1", "-Wno-psabi", "-include", str(ROOT / "tests/native/simde_missing.h"))
+        simde_flags = ("-DDRQ_SIMDE", "-O1", "-Wno-psabi", "-include", str(ROOT / "tests/native/simde_missing.h"))
+        emulated = {"avx512": simde_flags, "vbmi": (*simde_flags, "-DDRQ_VBMI")} if simde else {}
         units = [(f"tests/native/{test}.cpp", *flags)]
         for source in set(SETUP["CXX_SOURCES"]) - {"csrc/bindings.cpp"}:
             says_so = simde and source == "csrc/cpu/dispatch.cpp"
             units.append((source, *flags, *(["-DDRQ_SIMDE"] if says_so else [])))
         # Portable objects come first: if a function is in several objects, the linker takes the first.
         for isa, isa_flags in self.copies.items():
-            chosen = emulated if simde and isa == "avx512" else tuple(isa_flags.split())
+            chosen = emulated.get(isa, tuple(isa_flags.split()))
             units += [(source, *flags, f"-DDRQ_ISA={isa}", *chosen) for source in SETUP["ISA_SOURCES"]]
         program = self.folder / f"program{len(self.objects)}"
         self.run(*flags, *self.compile_all(units), "-o", program)

@@ -48,15 +48,17 @@ bool has_dotprod() {
 
 bool isa_supported(int isa) {
 #ifdef DRQ_SIMDE
-  if (isa == 2) return true;  // emulated
+  if (isa >= 2) return true;  // emulated
 #endif
 #ifdef DRQ_X86
   if (isa == 1)
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (isa == 2)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+  if (isa >= 2) {
+    const bool avx512 = __builtin_cpu_supports("fma") && __builtin_cpu_supports("avx512f") &&
+                        __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512dq");
+    return avx512 && (isa == 2 || (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")));
+  }
 #endif
 #ifdef DRQ_ARM
   if (isa == 1) return true;  // every processor of 64 bits has NEON

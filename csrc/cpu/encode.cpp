@@ -94,7 +94,7 @@ struct Paths {
 // tail. Only the smallest keys of groups of extensions are kept: they give a limit that drops nearly all the others.
 struct Extensions {
   Extensions(const Encode& job)
-      : job(job), P(job.tile.P), least(2 * job.beam * kWidth), folded(2 * job.beam * kWidth) {}
+      : job(job), P(job.tile.P), least(2 * job.beam * kWidth), folded(2 * job.beam * kWidth), within(P / kWord + 1) {}
 
   void start(int64_t m) {
     bias = job.tile.bias + m * P;
@@ -107,18 +107,19 @@ struct Extensions {
   void add(const Paths& now, Scores scores_at) {
     const Floats r = Floats::all(now.errors.data[paths]), paid = Floats::all(now.costs.data[paths]);
     float *t = now.scores.data + paths * P, *groups = least.data + 2 * paths * kWidth;
+    // r is added to the least, which is that of the sums, because rounding keeps the order.
     Floats even = Floats::all(std::numeric_limits<float>::infinity()), odd = even;
     for (int64_t k = 0; k < P; k += 2 * kWidth) {
       const Floats scores = scores_at(k);
       scores.store(t + k);
-      even = min(error(r, k, scores), even);  // NaN is ignored
+      even = min(gain(k, scores), even);  // NaN is ignored
       if (k + kWidth == P) break;
       const Floats others = scores_at(k + kWidth);
       others.store(t + k + kWidth);
-      odd = min(error(r, k + kWidth, others), odd);
+      odd = min(gain(k + kWidth, others), odd);
     }
-    key(paid, even).store(groups);
-    key(paid, odd).store(groups + kWidth);
+    key(paid, r + even).store(groups);
+    key(paid, r + odd).store(groups + kWidth);
     ++paths;
   }
 
@@ -127,10 +128,10 @@ struct Extensions {
   float limit(int64_t width) const {
     const float* groups = least.data;
     int64_t rows = 2 * paths;
-    while (rows % 2 == 0 && rows / 2 * kWidth >= 16 * width) {
+    while (rows % 2 == 0 && rows / 2 * kWidth >= 8 * width) {
       rows /= 2;
       for (int64_t i = 0; i < rows * kWidth; i += kWidth)
-        min(Floats::load(groups + i), Floats::load(groups + rows * kWidth + i)).store(folded.data + i);
+        min(Floats::load(groups + 2 * i), Floats::load(groups + 2 * i + kWidth)).store(folded.data + i);
       groups = folded.data;
     }
     if (rows * kWidth < width) return std::numeric_limits<float>::infinity();
@@ -142,7 +143,7 @@ struct Extensions {
     }
     float low = smallest(lowest), high = -smallest(Floats::all(0) - highest);
     if (!(high < std::numeric_limits<float>::infinity())) return high;
-    for (int step = 0; step < 10; ++step) {
+    for (int step = 0; step < 7; ++step) {
       const float middle = 0.5f * low + 0.5f * high;
       int64_t count = 0;
       for (int64_t row = 0; row < rows; ++row)
@@ -154,24 +155,26 @@ struct Extensions {
     return high;
   }
 
-  // Offers the extensions of path b.
+  // Offers the extensions of path b that are within the limit. There are few, so all are looked for first.
   void offer(const Paths& now, int64_t b, Best& best) const {
+    const Floats limit = Floats::all(best.limit);
     const float* groups = least.data + 2 * b * kWidth;
-    if (!below(groups, best.limit) && !below(groups + kWidth, best.limit)) return;
-    const Floats r = Floats::all(now.errors.data[b]), paid = Floats::all(now.costs.data[b]);
-    const float* t = now.scores.data + b * P;
-    float errors[kWidth], keys[kWidth];
-    for (int64_t k = 0; k < P; k += kWidth) {
-      const Floats own = error(r, k, Floats::load(t + k)), order = key(paid, own);
-      unsigned bits = less_equal(order, Floats::all(best.limit));
-      if (bits == 0) continue;
-      own.store(errors), order.store(keys);
-      for (; bits; bits &= bits - 1) {
-        const int lane = __builtin_ctz(bits);
-        if (k + lane >= job.tile.K) return;  // padding
-        best.offer({keys[lane], errors[lane], b * P + k + lane});
-      }
+    if (!less_equal(min(Floats::load(groups), Floats::load(groups + kWidth)), limit)) return;
+    const float r = now.errors.data[b], paid = now.costs.data[b], *t = now.scores.data + b * P;
+    const Floats rs = Floats::all(r), costs = Floats::all(paid);
+    for (int64_t k = 0; k < P; k += kWord) {
+      uint64_t bits = 0;
+      for (int64_t i = 0; i < std::min(kWord, P - k); i += kWidth)
+        bits |= uint64_t{less_equal(key(costs, error(rs, k + i, Floats::load(t + k + i))), limit)} << i;
+      within.data[k / kWord] = bits;
     }
+    for (int64_t k = 0; k < job.tile.K; k += kWord)
+      for (uint64_t bits = within.data[k / kWord]; bits; bits &= bits - 1) {
+        const int64_t codeword = k + __builtin_ctzll(bits);
+        if (codeword >= job.tile.K) return;  // padding
+        const float own = r + (bias[codeword] - twice * t[codeword]);
+        best.offer({paid + own * tail, own, b * P + codeword});
+      }
   }
 
   // The place of the best extension alone, for the last level.
@@ -198,16 +201,16 @@ struct Extensions {
   int64_t paths = 0;
 
  private:
-  Floats error(Floats r, int64_t k, Floats scores) const {
-    return r + (Floats::load(bias + k) - Floats::all(twice) * scores);
-  }
+  Floats gain(int64_t k, Floats scores) const { return Floats::load(bias + k) - Floats::all(twice) * scores; }
+  Floats error(Floats r, int64_t k, Floats scores) const { return r + gain(k, scores); }
   Floats key(Floats paid, Floats error) const { return paid + error * Floats::all(tail); }
-  static bool below(const float* groups, float limit) { return less_equal(Floats::load(groups), Floats::all(limit)); }
+  static constexpr int64_t kWord = 64;
 
   const float* bias = nullptr;
   float twice = 0, tail = 0;
-  Buffer<float> least;   // [2 beam, 16]  each of a group of keys; two rows for every path
-  Buffer<float> folded;  // the same, of larger groups
+  Buffer<float> least;      // [2 beam, 16]  each of a group of keys; two rows for every path
+  Buffer<float> folded;     // the same, of larger groups
+  Buffer<uint64_t> within;  // [P / 64]  bit i: whether that extension of a path is within the limit
 };
 
 void prefetch(const float* row, int64_t count) {

@@ -12,7 +12,7 @@
 #define SIMDE_ENABLE_NATIVE_ALIASES
 #include <simde/x86/avx512.h>
 #define DRQ_AVX512
-#elif defined(__AVX512VBMI__)
+#elif defined(__AVX512BW__)
 #include <immintrin.h>
 #define DRQ_AVX512
 #elif defined(__AVX2__)
@@ -20,6 +20,9 @@
 #define DRQ_AVX2
 #elif defined(DRQ_NEON)  // defined by setup.py: the portable copy does without, though every compiler has it
 #include <arm_neon.h>
+#endif
+#if defined(__AVX512VBMI__)
+#define DRQ_VBMI  // defined by the tests that emulate it
 #endif
 
 namespace drq {

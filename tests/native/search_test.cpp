@@ -459,9 +459,9 @@ bool every_scan_runs() {
   for (int isa = 0; isa < kIsaCount; ++isa) {
     if (!drq::isa_supported(isa)) continue;
     const std::string name = kIsaNames[isa];
-    const bool by_dwords = name == "avx512" || name == "neon" || name == "dotprod";
+    const bool by_dwords = name == "vbmi" || name == "neon" || name == "dotprod";
     for (const int metric : {kL2, kIp, kCosine}) {
-      const bool cosine = metric == kCosine, by_bits = name == "avx2" && !cosine;
+      const bool cosine = metric == kCosine, by_bits = (name == "avx2" || name == "avx512") && !cosine;
       const Case small(metric, 1, 1000, 4), batch(metric, 64, 20000, 4), quads(metric, 1, 20000, 4);
       const Case fives(metric, 1, 20000, 5), many(metric, 1, 20000, 18);  // rows that are not of 1, 2, 4, 8 or 16 bytes
       if (!runs("floats", counts.floats, small, isa) || !runs("batch", counts.batch, batch, isa)) return false;

@@ -1,6 +1,6 @@
-// One query against 32 codes at a time, with AVX2: each term of a score is rounded to two to four bits, and each bit is
-// stored as the set of the codewords whose term has it. Two look-ups of 16 bytes tell whether a codeword is in a set of
-// 256. See one.h for AVX-512.
+// One query against 32 codes at a time, with AVX2 or AVX-512 without VBMI: each term of a score is rounded to two to
+// four bits, and each bit is stored as the set of the codewords whose term has it. Two look-ups of 16 bytes tell
+// whether a codeword is in a set of 256. See one.h for AVX-512.
 #pragma once
 
 #include "cpu/search/bound.h"
@@ -12,7 +12,8 @@ namespace drq {
 namespace DRQ_ISA {
 namespace {
 
-#if defined(DRQ_AVX2)
+#if (defined(DRQ_AVX2) || defined(DRQ_AVX512)) && !defined(DRQ_VBMI)
+#define DRQ_BITS
 
 // Bytes `first` and `first` + 1 of 16 rows of 4 or 8 bytes: as dword i those of rows i and i + 8.
 template <int kStride>

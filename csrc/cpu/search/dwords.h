@@ -1,6 +1,7 @@
 // Vectors of dwords, each with four bytes of a code or with a sum, and what the scan of one query does with them:
-// look-ups in a table of 256 bytes that stays in registers, and products of bytes. For AVX-512 and NEON, which define
-// DRQ_DWORDS; AVX2 has no such look-ups. Included by files that are compiled once per instruction set; see simd.h.
+// look-ups in a table of 256 bytes that stays in registers, and products of bytes. For AVX-512 with VBMI and for NEON,
+// which define DRQ_DWORDS; others have no such look-ups. Included by files that are compiled once per instruction set;
+// see simd.h.
 //
 // dwords_of(): bytes 4 group .. 4 group + 3 of so many rows of kStride bytes (1, 2, 4, 8 or 16), or all that such a row
 // has; kStride is 0 for rows of any other length.
@@ -15,7 +16,7 @@
 
 #include "cpu/simd.h"
 
-#if defined(DRQ_AVX512) || defined(DRQ_NEON)
+#if defined(DRQ_VBMI) || defined(DRQ_NEON)
 #define DRQ_DWORDS
 
 namespace drq {
@@ -24,7 +25,7 @@ namespace {
 
 constexpr float kMost = 1e9f;
 
-#if defined(DRQ_AVX512)
+#if defined(DRQ_VBMI)
 
 struct Dwords {
   static constexpr int kLanes = 16;

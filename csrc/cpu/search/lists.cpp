@@ -59,7 +59,7 @@ void with_bound(const Search& job, const Use& use) {
 
 #else
 
-#if defined(DRQ_AVX2)
+#if defined(DRQ_BITS)
 
 struct BitsInLists {
   explicit BitsInLists(const Search& job) : bits(job) {}
@@ -84,7 +84,7 @@ struct BitsInLists {
 
 template <class Code, class Use>
 void with_bound(const Search& job, const Use& use) {
-#if defined(DRQ_AVX2)
+#if defined(DRQ_BITS)
   if (Bits::takes(job)) return use(Type<BitsInLists>{});
 #endif
   static_cast<void>(job);

@@ -1,6 +1,6 @@
-// One query against 64 codes at a time, with AVX-512 or NEON: a table of 256 bytes, in registers, serves all levels
-// that share their codewords, and one instruction (six in plain NEON) weights the four levels of a dword and adds them
-// up. See bits.h and few.h for other processors.
+// One query against 64 codes at a time, with AVX-512 (VBMI) or NEON: a table of 256 bytes, in registers, serves all
+// levels that share their codewords, and one instruction (six in plain NEON) weights the four levels of a dword and
+// adds them up. See bits.h and few.h for other processors.
 #pragma once
 
 #include "cpu/search/bound.h"
