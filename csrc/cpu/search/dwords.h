@@ -4,7 +4,7 @@
 // see simd.h.
 //
 // dwords_of(): bytes 4 group .. 4 group + 3 of so many rows of kStride bytes (1, 2, 4, 8 or 16), or all that such a row
-// has; kStride is 0 for rows of any other length.
+// has; kStride is 0 for rows of any other length. four_dwords_of(): the first four dwords of such rows.
 // look_up(): replaces each byte by its entry in a table of 256 bytes, from all of which kLess has been subtracted. A
 // Quarter has 64 of them. GCC keeps quarters in registers if each is a variable of its own.
 // add_products(): adds to each sum the products of its four entries with four weights, the signed bytes of a dword.
@@ -59,6 +59,23 @@ inline Dwords dwords_of(const uint8_t* rows, int group, int stride) {
     if constexpr (kStride == 8) return {of_two(rows)};
     return {_mm512_shuffle_i32x4(of_two(rows), of_two(rows + 128), 0x44)};
   }
+}
+
+inline void four_dwords_of(const uint8_t* rows, int stride, Dwords (&out)[4]) {
+  const auto load = [rows, stride](int row) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows + row * stride));
+  };
+  const auto of_two = [load](int row, int other) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load(row)), load(other), 1);
+  };
+  const auto of_four = [of_two](int row) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(of_two(row, row + 4)), of_two(row + 8, row + 12), 1);
+  };
+  const __m512i r0 = of_four(0), r1 = of_four(1), r2 = of_four(2), r3 = of_four(3);
+  const __m512i low = _mm512_unpacklo_epi32(r0, r1), low2 = _mm512_unpacklo_epi32(r2, r3);
+  const __m512i high = _mm512_unpackhi_epi32(r0, r1), high2 = _mm512_unpackhi_epi32(r2, r3);
+  out[0] = {_mm512_unpacklo_epi64(low, low2)}, out[1] = {_mm512_unpackhi_epi64(low, low2)};
+  out[2] = {_mm512_unpacklo_epi64(high, high2)}, out[3] = {_mm512_unpackhi_epi64(high, high2)};
 }
 
 constexpr int kLess = 0;
@@ -139,6 +156,17 @@ inline Dwords dwords_of(const uint8_t* rows, int group, int stride) {
     const int32x4_t high = odd ? vuzp2q_s32(load(2), load(3)) : vuzp1q_s32(load(2), load(3));
     return {group < 2 ? vuzp1q_s32(low, high) : vuzp2q_s32(low, high)};
   }
+}
+
+inline void four_dwords_of(const uint8_t* rows, int stride, Dwords (&out)[4]) {
+  const auto load = [rows, stride](int row) { return vreinterpretq_s32_u8(vld1q_u8(rows + row * stride)); };
+  const auto joined = [](int32x4_t low, int32x4_t high) {
+    const int64x2_t a = vreinterpretq_s64_s32(low), b = vreinterpretq_s64_s32(high);
+    return int32x4x2_t{vreinterpretq_s32_s64(vtrn1q_s64(a, b)), vreinterpretq_s32_s64(vtrn2q_s64(a, b))};
+  };
+  const int32x4x2_t first = vtrnq_s32(load(0), load(1)), second = vtrnq_s32(load(2), load(3));
+  const int32x4x2_t even = joined(first.val[0], second.val[0]), odd = joined(first.val[1], second.val[1]);
+  out[0] = {even.val[0]}, out[1] = {odd.val[0]}, out[2] = {even.val[1]}, out[3] = {odd.val[1]};
 }
 
 constexpr int kLess = 128;  // both factors of a product of bytes are signed here

@@ -23,6 +23,7 @@ namespace {
 template <int kStride, int kGroups, bool kShared = true>
 struct One {
   static constexpr int kVectors = 64 / Dwords::kLanes;
+  static constexpr int kTogether = kStride == 0 && kGroups % 4 == 0 ? 4 : 1;  // dwords that are loaded at a time
 
   explicit One(const Search& job) : job(job), stride(static_cast<int>(job.stride)) {}
 
@@ -140,25 +141,39 @@ struct One {
     for (int i = 0; i < kVectors; ++i) {
       const int64_t first = n + i * Dwords::kLanes;
       Dwords sum = start<Metric>(first);
-      for (int g = 0; g < kGroups && kShared; ++g)
-        sum = add_products(sum, look_up(a, b, c, d, dwords_of<kStride>(row(first), g, stride)), weight[g]);
+      for (int g = 0; g < kGroups && kShared; g += kTogether) {
+        Dwords codes[kTogether];
+        load<kTogether>(first, g, codes);
+        for (int j = 0; j < kTogether; ++j) sum = add_products(sum, look_up(a, b, c, d, codes[j]), weight[g + j]);
+      }
       sums[i] = sum;
     }
-    for (int g = 0; g < kGroups && !kShared; ++g) add_dword(n, g, sums);
+    for (int g = 0; g < kGroups && !kShared; g += kTogether) add_dwords(n, g, sums);
     for (const Dwords& sum : sums) least = min(least, sum);
     return any_at_most(least, limit);
   }
 
-  // Adds the levels of dword g of the 64 codes from n on, by the tables that they have.
-  __attribute__((always_inline)) void add_dword(int64_t n, int g, Dwords (&sums)[kVectors]) const {
-    Dwords codes[kVectors];
-    for (int i = 0; i < kVectors; ++i) codes[i] = dwords_of<kStride>(row(n + i * Dwords::kLanes), g, stride);
-    for (int j = 0; j < counts[g]; ++j) {
-      const Levels& own = of_dwords[g][j];
-      const Quarter(&table)[4] = tables[own.table];
-      const Quarter a = table[0], b = table[1], c = table[2], d = table[3];
-      for (int i = 0; i < kVectors; ++i) sums[i] = add_products(sums[i], look_up(a, b, c, d, codes[i]), own.weights);
-    }
+  // Dwords g, g + 1, .. of some rows from n on.
+  template <int kCount>
+  __attribute__((always_inline)) void load(int64_t n, int g, Dwords (&codes)[kCount]) const {
+    if constexpr (kCount == 1)
+      codes[0] = dwords_of<kStride>(row(n), g, stride);
+    else
+      four_dwords_of(row(n) + 4 * g, stride, codes);
+  }
+
+  // Adds the levels of dwords g, g + 1, .. of the 64 codes from n on, by the tables that they have.
+  __attribute__((always_inline)) void add_dwords(int64_t n, int g, Dwords (&sums)[kVectors]) const {
+    Dwords codes[kVectors][kTogether];
+    for (int i = 0; i < kVectors; ++i) load<kTogether>(n + i * Dwords::kLanes, g, codes[i]);
+    for (int j = 0; j < kTogether; ++j)
+      for (int part = 0; part < counts[g + j]; ++part) {
+        const Levels& own = of_dwords[g + j][part];
+        const Quarter(&table)[4] = tables[own.table];
+        const Quarter a = table[0], b = table[1], c = table[2], d = table[3];
+        for (int i = 0; i < kVectors; ++i)
+          sums[i] = add_products(sums[i], look_up(a, b, c, d, codes[i][j]), own.weights);
+      }
   }
 
   // Always inline: GCC 12 takes a function of prefetches for one without effect.
@@ -312,7 +327,7 @@ inline int64_t scan_one(const Search& job, int64_t q, int64_t begin, int64_t end
   with_one(job, [&](auto type) {
     typename decltype(type)::type one(job);
     done = one.start(q, best) && one.aim();
-    if (done) one.run(begin, last);
+    if (done) one.run(begin, last, job.stride >= 16 ? 16384 / job.stride : 0);
   });
   if (!done) return begin;
   DRQ_COUNT(one, last - begin);
