@@ -17,7 +17,7 @@ from . import checks, functional, refit
 from .backends.torch import FLOOR
 from .backends.types import Parameters, powers_of
 from .blocks import Blocks, Calls
-from .constants import ROUNDS as ROUNDS
+from .constants import ROUNDS, ROUNDS_APART
 from .sampling import sample as sample
 from .sampling import sample_rows as sample_rows
 from .sampling import seeded as seeded
@@ -110,7 +110,7 @@ def fit(
     offset: bool = True,
     omega: Tensor | None = None,
     free_scale: bool = False,
-    rounds: int = ROUNDS,
+    rounds: int | None = None,
     beam: int = 16,
     noise: float = NOISE,
     seed: int | None = None,
@@ -135,6 +135,7 @@ def fit(
     if not codewords < N:  # an exact fit exists
         spread = torch.zeros_like(spread)
     level_weights, groups = tuple(weights.tolist()), checks.groups("fit", codebooks, levels)
+    rounds = default_rounds(groups[-1] + 1) if rounds is None else rounds
     scale = variance.new_tensor([0.7**power for power in powers_of(groups)])
     codebook = _start(data, N, codewords, groups, scale, generator)
     best, best_cost = Fitted(codebook, scale, mean, (1.0,) * levels), float("inf")
@@ -233,6 +234,11 @@ def _sizes(errors: Tensor, codec: Parameters) -> Tensor:
 def _width(step: int, rounds: int, beam: int) -> int:
     """The width of the beam in a round: greedy at first, then narrow, and full in the last twentieth."""
     return 1 if step < 0.9 * rounds else min(beam, 4) if step < 0.95 * rounds else beam
+
+
+def default_rounds(codebooks: int) -> int:
+    """How many rounds a fit has where the user does not say."""
+    return ROUNDS if codebooks == 1 else ROUNDS_APART
 
 
 def sample_size(codewords: int) -> int:

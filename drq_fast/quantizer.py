@@ -281,7 +281,7 @@ class RecurrentQuantizer(LayerParameters, Pretrained):
         self,
         x: Tensor | np.ndarray | Iterable[Tensor | np.ndarray],
         *,
-        rounds: int = fitting.ROUNDS,
+        rounds: int | None = None,
         beam: int = 16,
         sample: int | None = None,
         seed: int | None = None,
@@ -289,13 +289,15 @@ class RecurrentQuantizer(LayerParameters, Pretrained):
         """Fits offset, codebook and scale to x without labels; returns the relative squared error of every length.
 
         x: [..., dim], a tensor, an array or memory map, or an iterable of such batches. `sample` vectors of x are drawn
-        and used; the default is 65,536 or 256 per codeword, whichever is more. Errors are those of the sample, relative
-        to the offset alone. The layer's `level_weights` weight the prefix lengths; without them the full length has
-        weight 1, the shortest 0.16 and the others 0.1. On Ctrl-C the best codec so far is kept, if a round is complete.
+        and used; the default is 65,536 or 256 per codeword, whichever is more. rounds: by default 120, or 80 with several
+        codebooks. Errors are those of the sample, relative to the offset alone. The layer's `level_weights` weight the
+        prefix lengths; without them the full length has weight 1, the shortest 0.16 and the others 0.1. On Ctrl-C the
+        best codec so far is kept, if a round is complete.
 
         >>> errors = layer.fit(np.load("embeddings.npy", mmap_mode="r"))
         """
-        rounds, beam = checks.integer("fit", "rounds", rounds, 1), checks.beam("fit", beam)
+        rounds = None if rounds is None else checks.integer("fit", "rounds", rounds, 1)
+        beam = checks.beam("fit", beam)
         seed = checks.seed("fit", seed)
         rows = fitting.sample_size(self.codewords) if sample is None else checks.integer("fit", "sample", sample, 1)
         errors = torch.empty(self.levels, dtype=torch.float64, device=self.codebook.device)

@@ -15,7 +15,7 @@ import numpy as np
 from .. import __version__, checks, files
 from ..codes import bits
 from ..files import FileError
-from ..fit import sample_size, seeded
+from ..fit import default_rounds, sample_size, seeded
 from ..index import Index
 from ..index.source import sample_of
 from ..quantizer import RecurrentQuantizer
@@ -58,6 +58,8 @@ def fit(options: argparse.Namespace) -> Result:
     layer = RecurrentQuantizer(vectors.dim, options.codewords, levels, codebooks=options.codebooks, scale=options.scale)
     run.not_trained()
     run.all_vacant(options.force)
+    if options.rounds is None:
+        options.rounds = default_rounds(layer.codebooks)
     default = sample_size(layer.codewords)
     sample = default if options.sample is None else checks.integer("fit", "sample", options.sample, 1)
     x = sample_of("fit", vectors, sample, seeded(seed))

@@ -34,7 +34,7 @@ def fit(
     codebooks: int | Sequence[int] = 1,
     workers: int = 1,
     threads: int = 1,
-    rounds: int = fitting.ROUNDS,
+    rounds: int | None = None,
     beam: int = 16,
     seed: int | None = None,
     level_weights: Sequence[float] | None = None,
