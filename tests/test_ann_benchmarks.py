@@ -119,6 +119,22 @@ def test_lists_are_probed_and_other_distances_refused(constructor, monkeypatch):
         constructor("jaccard", 64)
 
 
+def test_lists_with_too_few_vectors_give_fewer_ids(constructor, monkeypatch):
+    """The runner refuses an id that is given twice, as -1 would be."""
+    from drq_fast.index import build
+
+    monkeypatch.setattr(build.coarse, "default_lists", lambda N: 40)
+    x = np.random.default_rng(0).normal(size=(200, 8)).astype(np.float32)
+    algorithm = constructor("euclidean", 16)
+    algorithm.fit(x)
+    algorithm.set_query_arguments(1, 20)
+    single = [algorithm.query(q, COUNT) for q in x]
+    assert 1 <= min(map(len, single)) < COUNT
+    assert all(len(set(ids)) == len(ids) and min(ids) >= 0 for ids in single)
+    algorithm.batch_query(x, COUNT)
+    assert [ids.tolist() for ids in algorithm.get_batch_results()] == [ids.tolist() for ids in single]
+
+
 @pytest.mark.parametrize("batch", [False, True])
 def test_the_runner_of_the_project(tmp_path, batch):
     clone = os.environ.get("DRQ_FAST_ANN_BENCHMARKS")

@@ -164,7 +164,11 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
     assert 'id="drq_fast.Index.search"' in made["reference/index_.html"]
     assert "<strong>metric</strong>" in made["reference/index_.html"]
     assert "&lt;h_m, C_k&gt;" in made["math.html"]
+    assert "\n    metric: str = " in re.sub(r"<[^>]*>", "", made["reference/index_.html"])  # a line for each argument
     assert ">>>" not in re.sub(r"<[^>]*>", "", made["reference/functional.html"])
+    for name, text in made.items():
+        words = re.sub(r"<[^>]*>", "", re.sub(r"<(code|pre)\b.*?</\1>", "", text, flags=re.DOTALL))
+        assert not re.search(r"(?<!\w)\*\*|\*\*(?!\w)", words), name  # bold type that was not understood
 
 
 def test_shell_blocks_of_the_tutorial_run(tmp_path):

@@ -247,6 +247,17 @@ def test_wrong_records(record, embeddings, error, message):
     assert len(store) == 1
 
 
+@pytest.mark.parametrize("metric", ["l2", "ip"])
+def test_what_a_fit_would_refuse_is_refused_at_once(metric):
+    store = Documents(metric=metric, fit_at=2, bits=8)
+    for value, message in ((1e6, "x must be finite in torch.float16"), (1e-6, "0.0001 somewhere in each vector")):
+        with pytest.raises(ValueError, match=message):
+            store.upsert(records(1), [[value, 0.0]])
+        assert len(store) == 0
+    store.upsert(records(2), [[1.0, 0.0], [0.0, 1.0]])
+    assert store.fitted
+
+
 @pytest.mark.parametrize("value", [float("nan"), object(), b"bytes"])
 def test_metadata_must_be_json(value):
     with pytest.raises(TypeError, match="add: metadata of 'a' must be JSON, got something else"):

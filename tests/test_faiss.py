@@ -189,6 +189,12 @@ def by_whole_vectors():
     return index
 
 
+def with_lists_by_another_metric():
+    index = filled(Codec(torch.randn(4, D), torch.ones(2)), "l2", 3).to_faiss()
+    index.quantizer.metric_type = faiss.METRIC_INNER_PRODUCT
+    return index
+
+
 def with_metric(metric):
     index = Index(Codec(torch.eye(4, D), torch.ones(2))).to_faiss()
     index.metric_type = metric
@@ -230,6 +236,11 @@ REFUSED = [
         lambda: Index.from_faiss(by_whole_vectors()),
         ValueError,
         "from_faiss: index.by_residual must be True, as codes of lists are relative to the centroids here, got False.",
+    ),
+    (
+        lambda: Index.from_faiss(with_lists_by_another_metric()),
+        ValueError,
+        "from_faiss: index.quantizer.metric_type must be that of the index, by which lists are chosen here, got 0.",
     ),
     (
         lambda: Index.from_faiss(with_metric(faiss.METRIC_L1)),

@@ -171,6 +171,8 @@ def test_what_is_refused(layer, tmp_path):
     with pytest.raises(RuntimeError, match=r"^save: the layer has not seen data yet"):
         RecurrentQuantizer(4).save_pretrained(tmp_path / "none")
     assert not (tmp_path / "none").exists()
+    with pytest.raises(TypeError, match=r"^from_pretrained: options must be among revision, .*, got map_location\.$"):
+        RecurrentQuantizer.from_pretrained(tmp_path / "layer", map_location="cuda")
     wanted = "save_pretrained: errors must be 4 numbers, one after each level, got"
     with pytest.raises(ValueError, match=f"^{wanted} 2\\.$"):
         layer.save_pretrained(tmp_path, errors=[1, 2])

@@ -53,7 +53,9 @@ def modules_after(code: str, *names: str) -> str:
 
 def test_import_loads_nothing_heavy():
     assert modules_after("import drq_fast", "torch", "numpy") == "[]"
-    assert modules_after("from drq_fast import *", "torch", "triton", "matplotlib", "sklearn") == "['torch']"
+    bridged = ("faiss", "huggingface_hub", "langchain_core", "llama_index", "pyarrow", "ray", "sentence_transformers")
+    assert modules_after("from drq_fast import *", "torch", "triton", "matplotlib", "sklearn", *bridged) == "['torch']"
+    assert modules_after("import drq_fast.interop.sentence_transformers", "torch", *bridged) == "['torch']"
 
 
 def test_public_names_are_imported_at_first_use():

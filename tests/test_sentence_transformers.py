@@ -56,6 +56,14 @@ def test_tensors_and_single_queries(embeddings, made):
     assert len(several[0]) == 10  # the default
 
 
+def test_lists_of_numbers_or_tensors(embeddings, made):
+    queries, corpus = embeddings
+    for convert in (np.ndarray.tolist, lambda x: list(torch.from_numpy(x)), list):
+        found, _ = semantic_search_drq(convert(queries), convert(corpus), corpus_index=made[2], top_k=5)
+        assert found == made[0]
+    assert semantic_search_drq(queries[0].tolist(), corpus.tolist(), bits=16, top_k=5)[0] == made[0][:1]
+
+
 def test_small_corpora_give_fewer_results(embeddings):
     queries, corpus = embeddings
     (hits,), _ = semantic_search_drq(queries[:1], corpus[:3], bits=8)
@@ -78,6 +86,7 @@ def test_an_index_that_keeps_vectors_and_has_lists(embeddings):
     index = drq_fast.Index.build(corpus, bits=8, metric="cosine", vectors="float32", lists=16, tune=False)
     found, _ = semantic_search_drq(queries, corpus_index=index, rescore_multiplier=40)
     assert [[hit["corpus_id"] for hit in hits] for hits in found] == nearest(queries, corpus, 10)[0].tolist()
+    assert semantic_search_drq(queries, corpus, corpus_index=index, rescore_multiplier=40)[0] == found
     near, _ = semantic_search_drq(queries, corpus_index=index, exact=False)
     expected = index.search(queries, 10, refine=100).ids.tolist()
     assert [[hit["corpus_id"] for hit in hits] for hits in near] == expected

@@ -30,18 +30,20 @@ class DrqFast(BaseANN):
         self.refine = refine
 
     def query(self, q, n):
-        """The ids [n] of the neighbours of q [D]; with one thread, as the rules are."""
+        """The ids of the n neighbours of q [D], or of fewer; with one thread, as the rules are."""
         torch.set_num_threads(1)
-        return self._search(q, n)
+        return self._search(q[None], n)[0]
 
     def batch_query(self, X, n):
-        """Keeps the ids [Q, n] of the neighbours of X [Q, D]."""
+        """Keeps the same for each of X [Q, D]."""
         torch.set_num_threads(self.threads)
         self.res = self._search(X, n)
 
-    def _search(self, query, n):
+    def _search(self, queries, n):
+        """An array of ids for each of queries [Q, D]; short where its lists have fewer than n vectors."""
         refine = None if self.refine is None else max(n, self.refine)
-        return self.index.search(query, n, probes=self.probes, refine=refine).ids
+        ids = self.index.search(queries, n, probes=self.probes, refine=refine).ids
+        return [row[row >= 0] for row in ids]
 
     def __str__(self):
         return f"DrqFast(bits={self.bits}, probes={self.probes}, refine={self.refine})"

@@ -158,13 +158,20 @@ struct Floats {
   }
   void store_bytes(uint8_t* p) const;
 };
+// Intrinsics are called in lambdas: a pointer to one links only where the compiler happens to inline it.
 template <class Operation>
 inline Floats each(Floats a, Floats b, Operation operation) {
   return {{operation(a.v[0], b.v[0]), operation(a.v[1], b.v[1]), operation(a.v[2], b.v[2]), operation(a.v[3], b.v[3])}};
 }
-inline Floats operator+(Floats a, Floats b) { return each(a, b, vaddq_f32); }
-inline Floats operator-(Floats a, Floats b) { return each(a, b, vsubq_f32); }
-inline Floats operator*(Floats a, Floats b) { return each(a, b, vmulq_f32); }
+inline Floats operator+(Floats a, Floats b) {
+  return each(a, b, [](float32x4_t x, float32x4_t y) { return vaddq_f32(x, y); });
+}
+inline Floats operator-(Floats a, Floats b) {
+  return each(a, b, [](float32x4_t x, float32x4_t y) { return vsubq_f32(x, y); });
+}
+inline Floats operator*(Floats a, Floats b) {
+  return each(a, b, [](float32x4_t x, float32x4_t y) { return vmulq_f32(x, y); });
+}
 // The second operand where one is NaN, as on x86; NEON's own minimum and maximum are others.
 inline float32x4_t min(float32x4_t a, float32x4_t b) { return vbslq_f32(vcltq_f32(a, b), a, b); }
 inline float32x4_t max(float32x4_t a, float32x4_t b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
@@ -215,9 +222,15 @@ template <class Relation>
 inline unsigned compare(Floats a, Floats b, Relation holds) {
   return bits_of(low_bytes(holds(a.v[0], b.v[0]), holds(a.v[1], b.v[1]), holds(a.v[2], b.v[2]), holds(a.v[3], b.v[3])));
 }
-inline unsigned equal(Floats a, Floats b) { return compare(a, b, vceqq_f32); }
-inline unsigned less_equal(Floats a, Floats b) { return compare(a, b, vcleq_f32); }
-inline unsigned not_above(Floats a, Floats b) { return ~compare(a, b, vcgtq_f32) & 0xffff; }
+inline unsigned equal(Floats a, Floats b) {
+  return compare(a, b, [](float32x4_t x, float32x4_t y) { return vceqq_f32(x, y); });
+}
+inline unsigned less_equal(Floats a, Floats b) {
+  return compare(a, b, [](float32x4_t x, float32x4_t y) { return vcleq_f32(x, y); });
+}
+inline unsigned not_above(Floats a, Floats b) {
+  return ~compare(a, b, [](float32x4_t x, float32x4_t y) { return vcgtq_f32(x, y); }) & 0xffff;
+}
 
 #else
 

@@ -19,6 +19,7 @@ from .. import checks, files, modes
 from ..codec import Codec, directions
 from ..constants import METRICS, VECTORS
 from ..index import Index
+from ..index.vectors import empty, stored_as
 
 FIT_AT = 10_000  # embeddings with which the codec is fitted where nobody says
 _BEAM = 16  # of the encoder
@@ -95,6 +96,8 @@ class Documents:
         if len(x) != len(records):
             checks.fail("add", "embeddings", f"{len(records)}, one per text", len(x))
         last = list({record.id: i for i, record in enumerate(records)}.values())
+        if self.vectors is not None and self.metric != "cosine" and not self.fitted:  # else `fit` would refuse them
+            stored_as("upsert", torch.from_numpy(x), empty(self.vectors, x.shape[1], torch.device("cpu")))
         with self._lock:
             index = _exact(x.shape[1], self.metric) if self._index is None else self._index
             new = [records[i].id for i in last if records[i].id not in self._numbers]

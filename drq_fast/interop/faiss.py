@@ -72,6 +72,9 @@ def from_faiss(theirs: Any, device: torch.device | str | None = None) -> Index:
     if isinstance(inner, faiss.IndexIVF):
         if not inner.by_residual:
             checks.fail(op, "index.by_residual", "True, as codes of lists are relative to the centroids here", False)
+        if inner.quantizer.metric_type != inner.metric_type:
+            expected = "that of the index, by which lists are chosen here"
+            checks.fail(op, "index.quantizer.metric_type", expected, inner.quantizer.metric_type)
         centroids = inner.quantizer.reconstruct_n(0, inner.nlist)
         parts = [inspect_tools.get_invlist(inner.invlists, number) for number in range(inner.nlist)]
         lists = np.repeat(np.arange(inner.nlist), [len(part[0]) for part in parts])

@@ -25,6 +25,7 @@ from ..codec import Codec
 from ..codes import bits
 from ..quantizer import RecurrentQuantizer
 
+_DOWNLOAD = ("revision", "token", "cache_dir", "force_download", "local_files_only")  # options
 _CARD = """---
 {data}
 ---
@@ -127,6 +128,9 @@ def save_pretrained(
 
 def from_pretrained(kind: type[Any], name: str | os.PathLike[str], device: Any, **options: Any) -> Any:
     """See `Pretrained.from_pretrained`."""
+    for option in options:
+        if option not in _DOWNLOAD:
+            checks.fail("from_pretrained", "options", f"among {', '.join(_DOWNLOAD)}", option, error=TypeError)
     return Hosted.from_pretrained(os.fspath(name), kind=kind, device=device, **options).quantizer
 
 

@@ -31,9 +31,9 @@ def semantic_search_drq(
     query_embeddings [Q, D] or [D], corpus_embeddings [N, D]. results: for each query a list of at most top_k
     {"corpus_id": int, "score": float}, best first, of the seconds that the search itself took. corpus_index: an index
     that was made before, by `Index.build` or with output_index=True; otherwise one of `bits` per vector, for cosine, is
-    built. rescore: the top_k * rescore_multiplier best by codes are scored again by the vectors of corpus_embeddings,
-    row i for corpus_id i, or by those that corpus_index keeps. exact=False looks only at the inverted lists near to
-    each query.
+    built. rescore: the top_k * rescore_multiplier best by codes are scored again by the vectors that corpus_index
+    keeps, or else by those of corpus_embeddings, row i for corpus_id i. exact=False looks only at the inverted lists
+    near to each query.
 
     >>> results, seconds, index = semantic_search_drq(query, corpus, output_index=True)
     >>> results, seconds = semantic_search_drq(query, corpus, corpus_index=index)
@@ -47,19 +47,18 @@ def semantic_search_drq(
         checks.integer(_OP, "rescore_multiplier", rescore_multiplier, 1),
     )
     rescore, exact = checks.boolean(_OP, "rescore", rescore), checks.boolean(_OP, "exact", exact)
-    index = corpus_index
+    index, corpus = corpus_index, checks.listed(_OP, "corpus_embeddings", corpus_embeddings)
+    queries = checks.array(_OP, "query_embeddings", checks.listed(_OP, "query_embeddings", query_embeddings))
     if index is None:
         lists = None if exact else "auto"
-        corpus: Any = corpus_embeddings
         index = Index.build(corpus, bits=bits, metric="cosine", lists=lists, tune=False)
-    if rescore and corpus_embeddings is None and index.vectors is None:
+    if rescore and corpus is None and index.vectors is None:
         checks.fail(_OP, "rescore", "False for an index of codes alone, unless corpus_embeddings are given", "True")
     options: dict[str, Any] = {"probes": index.lists if exact else None}
     if rescore:
-        options |= {"refine": top_k * multiplier, "vectors": corpus_embeddings}
-    queries = query_embeddings[None] if getattr(query_embeddings, "ndim", 2) == 1 else query_embeddings
+        options |= {"refine": top_k * multiplier, "vectors": corpus if index.vectors is None else None}
     start = time.perf_counter()
-    scores, ids = index.search(queries, top_k, **options)
+    scores, ids = index.search(queries[None] if queries.ndim == 1 else queries, top_k, **options)
     seconds = time.perf_counter() - start
     results = [
         [{"corpus_id": id, "score": score} for id, score in zip(*row, strict=True) if id >= 0]

@@ -48,7 +48,7 @@ class ShardsMissing(RuntimeError):
 class ShardedIndex:
     """One index whose vectors lie in several files, each mapped and searched by an actor, perhaps on other machines.
 
-    paths: files that `Index.save` wrote, or folders of such files (*.drq), which every machine of the cluster must be
+    paths: files that `Index.save` wrote, or folders of such files (`*.drq`), which every machine of the cluster must be
     able to read. All have the same codec, metric, lists and kind of vectors, and no id twice. A search returns the bits
     of one Index that has all vectors in the order of their ids; equal scores come in the order of ids. options: of the
     actors, as Ray takes them, such as num_cpus. at_once: how many shards are searched at the same time, all by default;
