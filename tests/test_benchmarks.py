@@ -387,9 +387,10 @@ def test_what_a_billion_vectors_need_by_hand(monkeypatch: pytest.MonkeyPatch) ->
 def test_constants_of_scale_can_be_measured(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed")
     script, file = BENCHMARKS / "bench_scale.py", tmp_path / "scale.json"
-    command = [sys.executable, str(script), "--quick", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    for part in ("core", "shards", "files"):
+        command = [sys.executable, str(script), "--quick", "--json", str(file), "--part", part]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())["found"]
     assert set(CONSTANTS) <= set(found)
     assert all(value > 0 for value in found.values())
