@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_worker_niceness", "0")  # that of this process, with which workers are compared
 
 import numpy as np
 import torch
