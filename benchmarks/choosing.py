@@ -37,18 +37,19 @@ Run = dict[str, Any]  # bytes, as text -> {"error", "recall"}, and "seconds" of 
 
 
 class Ours(NamedTuple):
-    """A codec of ours: K codewords, M levels, G codebooks."""
+    """A codec of ours: K codewords, M levels, G codebooks; beam: of encoding."""
 
     K: int
     M: int
     G: int
+    beam: int = BEAM
 
     @property
     def name(self) -> str:
         sharing = (
             "one codebook" if self.G == 1 else "a codebook per level" if self.G == self.M else f"{self.G} codebooks"
         )
-        return f"ours, {sharing}, K={self.K}"
+        return f"ours, {sharing}, K={self.K}" + (f", beam {self.beam}" if self.beam != BEAM else "")
 
     @property
     def bytes(self) -> float:
@@ -65,7 +66,7 @@ class Peer(NamedTuple):
 
 OURS = [Ours(256, M, G) for M in (4, 8, 16, 32) for G in (1, 2, M)]
 OTHERS = [Ours(16, 8, 8), Ours(16, 16, 16), Ours(16, 32, 32), Ours(1024, 4, 1), Ours(1024, 4, 4), Ours(4096, 4, 1)]
-OTHERS += [Ours(4096, 4, 4), Ours(1024, 8, 8)]
+OTHERS += [Ours(4096, 4, 4), Ours(1024, 8, 8), Ours(256, 8, 2, beam=64)]
 RECIPES = {"faiss RQ": "RQ{M}x8", "faiss OPQ": "OPQ{M},PQ{M}x8"}  # with a beam of 5
 PEERS = [Peer(name, recipe.format(M=M), M) for name, recipe in RECIPES.items() for M in (4, 8, 16, 32)]
 PEERS += [Peer("faiss LSQ", f"LSQ{M}x8", M) for M in (4, 8)]
@@ -103,7 +104,7 @@ def run_ours(data: Data, truth: Truth, method: Ours) -> Run:
     start = time.perf_counter()
     layer.fit(data.x, seed=data.seed)
     seconds = time.perf_counter() - start
-    codes, found = layer.encode(data.held_out, beam=BEAM), {}
+    codes, found = layer.encode(data.held_out, beam=method.beam), {}
     for L in range(1, method.M + 1):
         length = L * math.log2(method.K) / 8
         if L == method.M or length in (4, 8, 16):

@@ -88,18 +88,18 @@ def test_seeds(protocol):
 def test_wrong_arguments():
     with pytest.raises(ValueError, match=r"^split: protocol must be one of 'cifar10-1', .*, got 'cifar'\.$"):
         split("cifar", CIFAR)
-    counts = "got 100 queries per class and 500 training images per class of 500 items"
+    counts = "got 100 queries per class and 500 training images per class of 500 items by protocol"
     options = r"\(the options --train and --query set the counts\)\.$"
     few = "small enough to leave items"
-    with pytest.raises(ValueError, match=f"^split: query must be {few} to train on, {counts} {options}"):
+    with pytest.raises(ValueError, match=f"^split: query must be {few} to train on, {counts} cifar10-2 {options}"):
         split("cifar10-2", CIFAR[:500])
-    with pytest.raises(ValueError, match=f"^split: train must be {few} for the database, .* of 1100 items {options}"):
+    with pytest.raises(ValueError, match=f"^split: train must be {few} for the database, .* of 1100 items by .*"):
         split("cifar10-2", CIFAR[:1100])
     with pytest.warns(
         UserWarning, match="class 0 has only 10 images left for 500 training images, and 9 more classes "
     ):
         split("imagenet100-2", CIFAR[:200], list_number=(torch.arange(200) >= 100).long(), train=500)
-    with pytest.raises(ValueError, match=r"query must be .*, got 500 queries and 5 training images of 500 items \("):
+    with pytest.raises(ValueError, match=r"query must be .*, got 500 queries and 5 training images of 500 items by protocol nuswide-2 \("):
         split("nuswide-2", CIFAR[:500], train=5, query=500)
     assert {rule.R for rule in PROTOCOLS.values()} == {5000, 54000}
     with pytest.raises(ValueError, match=r"^split: labels must be bool \[N, C\], got torch.int64 \[60000\]\.$"):

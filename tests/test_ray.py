@@ -38,6 +38,7 @@ def cluster():
     settings = {"num_cpus": 2, "object_store_memory": STORE}
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_worker_niceness", "0")  # with Ray's 15, workers starve beside other processes
+        environment.setenv("RAY_DATA_USAGE_DISABLED", "1")  # its thread goes on after the shutdown, logging errors
         made = Cluster(initialize_head=True, head_node_args={**settings, "include_dashboard": False})
         made.add_node(**settings)
         ray.init(address=made.address, log_to_driver=False)
