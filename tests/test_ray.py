@@ -76,7 +76,7 @@ def shards(cluster, tmp_path_factory):
 
 def load_again(sharded):
     """Other files are in the place of those that the actors had loaded."""
-    ray.get([actor.__ray_call__.remote(lambda shard: setattr(shard, "_index", None)) for actor in sharded._actors])
+    ray.get([actor.__ray_call__.remote(lambda shard: setattr(shard, "_loaded", None)) for actor in sharded._actors])
     sharded._describe()
 
 
@@ -155,12 +155,19 @@ def test_a_shard_that_stays_away_is_named(cluster, x, tmp_path):
     with on_ray.ShardedIndex(paths, timeout=PATIENCE) as sharded:
         paths[1].unlink()
         os.kill(process_of(sharded._actors[1]), signal.SIGKILL)
-        with pytest.raises(on_ray.ShardsMissing, match=r"^search: no answer from .*1\.drq \(load: .*cannot be read"):
-            sharded.search(x[:3], k=5)
-        _, ids, missing = sharded.search(x[:3], k=5, allow_partial=True)
-        assert missing == (str(paths[1]),)
-        keep = torch.arange(0, N, 2)
-        assert torch.equal(ids, index.search(x[:3], k=5, keep=keep).ids)
+        others = drq_fast.Index(drq_fast.Codec(torch.zeros(2, DIM), torch.ones(1)))
+        for put, reason in (
+            (lambda: None, "load: .*cannot be read"),
+            (lambda: paths[1].write_bytes(b"cut"), "load: .*not a complete"),
+            (lambda: others.save(paths[1]), ".*now has another codec"),
+        ):
+            put()
+            with pytest.raises(on_ray.ShardsMissing, match=rf"^search: no answer from .*1\.drq \({reason}"):
+                sharded.search(x[:3], k=5)
+            _, ids, missing = sharded.search(x[:3], k=5, allow_partial=True)
+            assert missing == (str(paths[1]),)
+            keep = torch.arange(0, N, 2)
+            assert torch.equal(ids, index.search(x[:3], k=5, keep=keep).ids)
         ray.kill(sharded._actors[1])  # and is not restarted
         with pytest.raises(on_ray.ShardsMissing, match=r"1\.drq \(ActorDiedError\)"):
             sharded.search(x[:3], k=5, refine=None)
@@ -177,6 +184,10 @@ def test_changes_go_to_the_right_shard_and_survive_it(cluster, x, tmp_path):
         assert ids.tolist() == [100, 101, 102, 103, 104]  # ids that were given once are not given again
         assert list(sharded.sizes.values()) == [45, 49]
         sharded.upsert(x[95:98].numpy(), [0, 3, 200])
+        unanswered = sharded._actors[1].call.remote(None, "upsert", x[:1].numpy(), np.array([300]), 1)
+        assert ray.get(unanswered).size == 50
+        assert sharded.add(x[:1]).tolist() == [301]
+        sharded.remove([300, 301])
         sharded.remove(torch.tensor([2, 5]))
         assert list(sharded.sizes.values()) == [45, 48]
         for actor in sharded._actors:

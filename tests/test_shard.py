@@ -130,11 +130,25 @@ def test_changes_are_saved_and_may_be_repeated(tmp_path):
         assert one.upsert(x[:5].numpy() + 9, np.array([3, 70, 71, 72, 73]), 1).size == 64
     for _ in range(2):
         assert one.remove(np.array([0, 1, 999])).size == 62
-    again = shard.Shard(str(tmp_path / "a.drq")).describe()
-    assert (again.size, again.next_id, again.low, again.high) == (62, 74, 2, 73)
+    restarted = shard.Shard(str(tmp_path / "a.drq"))
+    again = restarted.describe()
+    assert (again.size, restarted.next_id(), again.low, again.high) == (62, 74, 2, 73)
     asked = read_only(torch.tensor([0, 2, 3, 73, 74, -1]))
     assert one.contains(asked).tolist() == [False, True, True, True, False, False]
     assert sorted(np.concatenate([one.ids_of(part, 3) for part in range(3)]).tolist()) == sorted(one.index.ids.tolist())
+
+
+def test_a_file_that_another_codec_takes_the_place_of(tmp_path):
+    """A shard that is started again must not answer with scores that those of other shards cannot be compared with."""
+    index = made("l2", None, None, N=60)[1]
+    index.save(tmp_path / "a.drq")
+    kind = shard.Shard(str(tmp_path / "a.drq")).describe().kind
+    drq_fast.Index(index.codec, "ip").save(tmp_path / "a.drq")
+    one = shard.Shard(str(tmp_path / "a.drq"))
+    with pytest.raises(drq_fast.FileError, match=r"a\.drq now has another codec, metric, lists or kind of vectors$"):
+        one.call(kind, "next_id")
+    index.save(tmp_path / "a.drq")
+    assert one.call(kind, "next_id") == 60
 
 
 def test_shards_that_are_not_of_one_index(tmp_path):

@@ -23,6 +23,7 @@ from . import vectors as stored_vectors
 from .build import fitted
 from .coarse import Coarse, default_probes, is_late
 from .ids import checked_ids
+from .results import MOST_PADDED
 from .results import IndexResult as IndexResult
 from .results import merge as merge
 from .rows import Content, Rows, no_rows
@@ -32,7 +33,6 @@ from .storage import Storage
 from .tuning import Tuning
 
 _ENOUGH = 100  # queries to tune by
-_PADDED = 1 << 20  # results per query that may be requested from an index of fewer vectors
 
 
 class Index(Storage):
@@ -178,7 +178,7 @@ class Index(Storage):
         single = getattr(query, "ndim", 2) == 1
         values = self._vectors("search", "query", query[None] if single else query)
         values = of_moderate_length(values) if self._metric == "cosine" else values
-        k = checks.integer("search", "k", k, 1, min(max(self._rows.size, _PADDED), checks.MAX_RESULTS))
+        k = checks.integer("search", "k", k, 1, min(max(self._rows.size, MOST_PADDED), checks.MAX_RESULTS))
         chosen = probes is not None
         if recall is not None:
             probes, refine = self._setting(recall, k, vectors, levels, probes, refine)
@@ -332,7 +332,7 @@ class Index(Storage):
                 "search: refine needs vectors, and the index has codes only; give `vectors`, or make the index with "
                 'vectors="float16".'
             )
-        return checks.integer("search", "refine", refine, k, max(k, self._rows.size, _PADDED))
+        return checks.integer("search", "refine", refine, k, max(k, self._rows.size, MOST_PADDED))
 
     def _refined(
         self, query: Tensor, found: Tensor, rows: Rows, k: int, given: stored_vectors.Given | None

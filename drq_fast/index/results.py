@@ -11,6 +11,8 @@ from torch import Tensor
 
 from .. import checks
 
+MOST_PADDED = 1 << 20  # results per query that may be requested from an index of fewer vectors
+
 
 class IndexResult(NamedTuple):
     """scores [Q, k], best first, and ids [Q, k] int64, -1 where there were fewer than k; in kind with the query."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,12 +23,17 @@ class Description(NamedTuple):
     codec: Codec
     metric: str
     vectors: str | None
-    centroids: str | None  # their checksum
     lists: int | None
+    kind: str  # a summary of all these, and of the centroids
     size: int
-    next_id: int
     low: int
     high: int
+
+
+class _Loaded(NamedTuple):
+    content: Index
+    kind: str  # see Description
+    by_id: bool  # whether equal scores come in the order of ids
 
 
 class Shard:
@@ -38,31 +44,42 @@ class Shard:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._index: Index | None = None
+        self._loaded: _Loaded | None = None
+
+    def call(self, kind: str | None, method: str, *arguments: Any) -> Any:
+        """What a method returns; FileError if the file is no longer of the kind that the caller knows."""
+        if kind is not None and self.loaded.kind != kind:
+            self._loaded = None  # the right file may come back
+            raise files.FileError(f"{self.path} now has another codec, metric, lists or kind of vectors")
+        return getattr(self, method)(*arguments)
+
+    @property
+    def loaded(self) -> _Loaded:
+        """The file, loaded."""
+        if self._loaded is None:
+            index = Index.load(self.path, mmap=True)
+            ids = index._rows.used().ids
+            ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
+            self._loaded = _Loaded(index, _kind(index), ascending and index.lists is None)
+        return self._loaded
 
     @property
     def index(self) -> Index:
-        """The index, loaded."""
-        if self._index is None:
-            self._index = Index.load(self.path, mmap=True)
-            ids = self._index._rows.used().ids
-            ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
-            self._by_id = ascending and self._index.lists is None  # equal scores come in the order of ids then
-        return self._index
+        """The index in the file."""
+        return self.loaded.content
 
     def describe(self) -> Description:
         """See Description."""
-        index = self.index
-        coarse, ids = index._coarse, index.ids
+        index, kind, _ = self.loaded
+        ids = index.ids
         low, high = (int(bound) for bound in torch.aminmax(ids)) if len(ids) else (0, -1)
         return Description(
             codec=index.codec,
             metric=index.metric,
             vectors=index.vectors,
-            centroids=None if coarse is None else files.checksum(coarse.centroids),
             lists=index.lists,
+            kind=kind,
             size=len(index),
-            next_id=index._rows.next_id,
             low=low,
             high=high,
         )
@@ -71,16 +88,16 @@ class Shard:
         self, query: np.ndarray, k: int, levels: int | None, keep: Any, probes: int | None, threshold: np.ndarray | None
     ) -> IndexResult:
         """`Index.search` by codes, with equal scores in the order of ids; k: fewer where the shard has fewer."""
-        index = self.index
+        index, _, by_id = self.loaded
         most = max(1, len(index))
-        k, wanted = min(k, most), min(k if self._by_id else k + 1, most)
+        k, wanted = min(k, most), min(k if by_id else k + 1, most)
         if index.lists is not None and probes is None:
             probes = index.lists
         while True:
             scores, ids = index.search(query, wanted, levels, keep, probes=probes, threshold=threshold)
             # The last of the k may tie with others behind them, of which some may have smaller ids.
             tied = (scores[:, -1] == scores[:, k - 1]) & (ids[:, -1] >= 0) if len(ids) else np.zeros(0, bool)
-            if wanted == most or self._by_id or not tied.any():
+            if wanted == most or by_id or not tied.any():
                 return merge([(scores, ids)], k, metric=index.metric)
             wanted = min(2 * wanted, most)
 
@@ -101,6 +118,10 @@ class Shard:
         scores, found = refined(values, positions, stored, index.metric, ids.shape[1])
         found = rows.ids_at(found) if rows.size else found
         return merge([(scores.numpy(), found.numpy())], ids.shape[1], metric=index.metric)
+
+    def next_id(self) -> int:
+        """The id that `Index.add` would give next."""
+        return self.index._rows.next_id
 
     def ids_of(self, part: int, parts: int) -> np.ndarray:
         """The ids that leave the remainder `part` when divided by `parts`."""
@@ -126,7 +147,7 @@ class Shard:
 
     def _saved(self) -> Description:
         self.index.save(self.path)
-        self._index = None  # mapped again
+        self._loaded = None  # mapped again
         return self.describe()
 
 
@@ -140,5 +161,11 @@ def check_alike(paths: Sequence[str], shards: Sequence[Description]) -> None:
             expected, found = getattr(first, what), getattr(shard, what)
             if found != expected:
                 checks.fail("ShardedIndex", name, f"of {what} {expected}, like {path}", found)
-        if shard.centroids != first.centroids:
+        if shard.kind != first.kind:
             checks.fail("ShardedIndex", name, f"of the same centroids as {path}", "others")
+
+
+def _kind(index: Index) -> str:
+    centroids = None if index._coarse is None else index._coarse.centroids
+    sums = [None if tensor is None else files.checksum(tensor) for tensor in (*index.codec.tensors(), centroids)]
+    return json.dumps([index.metric, index.vectors, index.codec.settings(), sums])

@@ -15,9 +15,11 @@ import torch
 
 from ... import checks, functional
 from ...codec import Array
+from ...files import FileError
 from ...index import IndexResult, merge
 from ...index.coarse import default_probes
 from ...index.ids import checked_ids
+from ...index.results import MOST_PADDED
 from ...index.searched import of_moderate_length
 from ..shard import Description, Shard, check_alike
 
@@ -53,10 +55,12 @@ class ShardedIndex:
     of one Index that has all vectors in the order of their ids; equal scores come in the order of ids. options: of the
     actors, as Ray takes them, such as num_cpus. at_once: how many shards are searched at the same time, all by default;
     the others are given the k-th best score so far, by which they drop codes early. timeout: seconds to wait for the
-    answers of shards; start_timeout: at first, when machines and processes may have to be started.
+    answers of shards; start_timeout: at first, when machines and processes may have to be started, and for changes,
+    which write files.
 
     Ray restarts an actor that dies, which maps its file again, and repeats the calls that it had not answered. A search
-    raises ShardsMissing if a shard stays away; with allow_partial=True it returns the others' results and names it.
+    raises ShardsMissing if a shard stays away, or if its file is damaged or has another codec by then; with
+    allow_partial=True it returns the others' results and names it.
 
     >>> index = ShardedIndex("shards/")
     >>> scores, ids = index.search(query, k=10)
@@ -72,7 +76,7 @@ class ShardedIndex:
         start_timeout: float = 600.0,
     ) -> None:
         self.paths = _files(paths)
-        self.timeout = start_timeout
+        self.timeout, self.start_timeout = timeout, start_timeout
         self.at_once = len(self.paths) if at_once is None else checks.integer("ShardedIndex", "at_once", at_once, 1)
         settings = {"max_restarts": -1, "max_task_retries": 3, "scheduling_strategy": "SPREAD"} | (options or {})
         actor = ray.remote(Shard).options(**settings)
@@ -82,7 +86,6 @@ class ShardedIndex:
         except BaseException:
             self.close()
             raise
-        self.timeout = timeout
 
     def __len__(self) -> int:
         return sum(shard.size for shard in self._shards)
@@ -140,8 +143,9 @@ class ShardedIndex:
             checks.fail("search", "query", f"[Q, {self.dim}]", checks.shape_of(values))
         values = of_moderate_length(values) if self.metric == "cosine" else values
         checks.finite("search", "query", values, torch.float32)
-        k = checks.integer("search", "k", k, 1, checks.MAX_RESULTS)
-        candidates = k if refine is None else checks.integer("search", "refine", refine, k, checks.MAX_RESULTS)
+        most = min(max(len(self), MOST_PADDED), checks.MAX_RESULTS)
+        k = checks.integer("search", "k", k, 1, most)
+        candidates = k if refine is None else checks.integer("search", "refine", refine, k, max(k, most))
         limits = checks.thresholds("search", threshold, len(values), _CPU)
         lists, missing = self._shards[0].lists, dict[str, str]()
         few_lists = lists is not None and probes is None and keep is None  # `probed` may have to look at all lists
@@ -153,14 +157,14 @@ class ShardedIndex:
         )
         early = None if few_lists or refine is not None or limits is None else limits.numpy()
         found = self._best(asked, candidates, early, allow_partial, missing)
-        last = found.ids[:, min(k, max(1, len(self))) - 1]
+        last = found.ids[:, k - 1]
         if few_lists and len(last) and last.min() < 0:
             some = asked._replace(query=asked.query[last < 0], probes=lists)
             again = self._best(some, candidates, None, allow_partial, missing)
             found.scores[last < 0], found.ids[last < 0] = again
         if refine is not None:
             rows, ids = ray.put(asked.query), ray.put(found.ids)
-            parts = self._answers("search", "refine", allow_partial, missing, rows, ids)
+            parts = self._all("search", "refine", rows, ids, missing=missing if allow_partial else None)
             found = merge(parts, k, metric=self.metric) if parts else found
         scores, numbers = (torch.from_numpy(np.ascontiguousarray(part)) for part in found)
         if limits is not None:
@@ -191,8 +195,10 @@ class ShardedIndex:
 
     def _describe(self) -> None:
         """Asks the shards what they are, which must be parts of one index."""
-        self._shards: list[Description] = self._all("ShardedIndex", "describe")
+        self._kind: str | None = None  # which shards may have any until all are known to have the same
+        self._shards: list[Description] = self._all("ShardedIndex", "describe", timeout=self.start_timeout)
         check_alike(self.paths, self._shards)
+        self._kind = self._shards[0].kind
         self._check_ids()
 
     def _put(self, op: str, x: Array, ids: Any, beam: int) -> Array:
@@ -201,7 +207,7 @@ class ShardedIndex:
             checks.fail(op, "x", f"[N, {self.dim}]", checks.shape_of(values))
         checks.finite(op, "x", values, torch.float32)
         if ids is None:
-            first = max(shard.next_id for shard in self._shards)
+            first = max(self._all(op, "next_id"))
             ids = np.arange(first, first + len(values))
         new = checked_ids(op, ids, _CPU).numpy()
         if len(new) != len(values):
@@ -217,9 +223,9 @@ class ShardedIndex:
 
     def _change(self, op: str, calls: dict[int, tuple[Any, ...]]) -> None:
         """Changes some shards and notes their new sizes."""
-        started = {getattr(self._actors[s], name).remote(*arguments): s for s, (name, *arguments) in calls.items()}
+        started = {self._call(s, name, *arguments): s for s, (name, *arguments) in calls.items()}
         missing: dict[str, str] = {}
-        for shard, answer in self._collect(started, missing):
+        for shard, answer in self._collect(started, missing, self.start_timeout):
             self._shards[shard] = answer
         if missing:
             raise ShardsMissing(op, missing)
@@ -249,37 +255,38 @@ class ShardedIndex:
             limits = None if threshold is None else ray.put(threshold)
             while waiting and len(started) < self.at_once:
                 shard = waiting.pop()
-                call = self._actors[shard].search
-                started[call.remote(shared.query, k, shared.levels, shared.keep, shared.probes, limits)] = shard
-            new += [answer for _, answer in self._collect(started, missing, 1 if waiting else len(started))]
+                started[self._call(shard, "search", shared.query, k, *shared[1:], limits)] = shard
+            count = 1 if waiting else len(started)
+            new += [answer for _, answer in self._collect(started, missing, self.timeout, count)]
         if missing and not allow_partial:
             raise ShardsMissing("search", missing)
         return merge([best, *new], k, metric=self.metric)
 
-    def _answers(
-        self, op: str, method: str, allow_partial: bool, missing: dict[str, str], *arguments: Any
+    def _all(
+        self, op: str, method: str, *arguments: Any, missing: dict[str, str] | None = None, timeout: float | None = None
     ) -> list[Any]:
-        """What a method of all shards returns; fewer if some are missing."""
-        started = {getattr(actor, method).remote(*arguments): s for s, actor in enumerate(self._actors)}
-        found = sorted(self._collect(started, missing), key=lambda each: each[0])
-        if missing and not allow_partial:
-            raise ShardsMissing(op, missing)
-        return [answer for _, answer in found]
+        """What a method of all shards returns; if `missing` is given, of those that answer, and it names the others."""
+        absent = dict[str, str]() if missing is None else missing
+        started = {self._call(s, method, *arguments): s for s in range(len(self._actors))}
+        found = self._collect(started, absent, self.timeout if timeout is None else timeout)
+        if absent and missing is None:
+            raise ShardsMissing(op, absent)
+        return [answer for _, answer in sorted(found, key=lambda each: each[0])]
 
-    def _all(self, op: str, method: str, *arguments: Any) -> list[Any]:
-        return self._answers(op, method, False, {}, *arguments)
+    def _call(self, shard: int, method: str, *arguments: Any) -> Any:
+        return self._actors[shard].call.remote(self._kind, method, *arguments)
 
     def _collect(
-        self, started: dict[Any, int], missing: dict[str, str], count: int | None = None
+        self, started: dict[Any, int], missing: dict[str, str], timeout: float, count: int | None = None
     ) -> list[tuple[int, Any]]:
         """(shard, answer) of `count` calls, or all; takes them out of `started` and notes shards that do not answer."""
-        deadline, found = time.monotonic() + self.timeout, []
+        deadline, found = time.monotonic() + timeout, []
         left = len(started) if count is None else count
         while left > 0:
             done, _ = ray.wait(list(started), num_returns=left, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 for call in started:
-                    missing[self.paths[started[call]]] = f"for {self.timeout:g} seconds"
+                    missing[self.paths[started[call]]] = f"for {timeout:g} seconds"
                     ray.cancel(call)
                 started.clear()
                 break
@@ -288,7 +295,7 @@ class ShardedIndex:
                 try:
                     found.append((shard, ray.get(call)))
                 except ray.exceptions.RayTaskError as error:
-                    if not isinstance(error.cause, OSError):  # the fault is not the shard's
+                    if not isinstance(error.cause, (OSError, FileError)):  # the fault is not the shard's
                         raise error.cause from None
                     missing[self.paths[shard]] = str(error.cause).rstrip(".")
                 except ray.exceptions.RayError as error:  # its process has gone, and so has what it answered
@@ -304,7 +311,7 @@ class ShardedIndex:
             return
         parts, task = -(-len(self) // _COMPARED), ray.remote(_twice)
         for part in range(parts):
-            twice = ray.get(task.remote(*(self._actors[s].ids_of.remote(part, parts) for s in filled)))
+            twice = ray.get(task.remote(*(self._call(s, "ids_of", part, parts) for s in filled)))
             if twice is not None:
                 id, *shards = twice
                 a, b = (self.paths[filled[s]] for s in sorted(shards))
