@@ -474,7 +474,7 @@ def joint_settings(P: int, precision: str, lines: int) -> dict[str, Any]:
     """Compile-time settings of joint_kernel: as many lines a program as fit, because each program reads its factor."""
     many = lines >= _MANY_LINES and precision != "ieee"
     tiling = {"ROWS": 128 if many else 32, "KP": P, "TILE": min(64, P), "COLUMNS": 16}
-    compiler = {"num_warps": 8 if many else 4, "num_stages": 3, "maxnreg": 128, "enable_fp_fusion": False}
+    compiler = {"num_warps": 16 if many else 4, "num_stages": 3, "maxnreg": 128, "enable_fp_fusion": False}
     return {"PRECISION": precision, **tiling, **compiler}
 
 

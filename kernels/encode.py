@@ -188,9 +188,9 @@ def encode(
 
 
 def on_chip_settings(KP: int, precision: str) -> dict[str, Any]:
-    """Compile-time settings of encode_kernel for KP codewords: 16 scores a thread, 8 if products are exact."""
+    """Compile-time settings of encode_kernel for KP codewords: as many warps as spill no registers, or hardly any."""
     rows = 64 if KP <= 64 else 32
-    warps = min(16, rows * KP // (256 if precision == "ieee" else 512))
+    warps = 16 if KP >= 128 else rows * KP // (256 if precision == "ieee" else 512)
     tiling = {"PRECISION": precision, "ROWS": rows, "KP": KP, "COLUMNS": 16}
     return tiling | {"num_warps": warps, "maxnreg": 128, "enable_fp_fusion": False}
 

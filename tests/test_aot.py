@@ -34,11 +34,11 @@ BUDGET = {
     "quantize": (128, 3072),
     "quantize_backward": (128, 8192),
     "distortion_backward": (128, 8192),
-    "joint": (128, 32768),
-    "joint by codewords": (128, 32768),
+    "joint": (128, 36864),
+    "joint by codewords": (128, 36864),
     "joint of few lines": (128, 12288),
     "joint exact": (128, 12288),
-    "products": (128, 32768),
+    "products": (128, 36864),
     "level": (128, 8192),
     "level again": (128, 8192),
     "level_backward": (128, 4096),
@@ -48,6 +48,8 @@ BUDGET = {
     "own_pulls": (64, 1024),
     "scatter": (64, 1024),
 }
+
+SPILLED = {("encode float32 exact", 80): 16}  # bytes a thread; as many registers as it takes would leave 8 warps
 
 
 def check(arch: str, *names: str) -> None:
@@ -60,7 +62,7 @@ def check(arch: str, *names: str) -> None:
     assert rows.keys() == set(names or BUDGET)
     for name, row in rows.items():
         registers, shared = BUDGET[name]
-        assert row["spilled"] == 0, row
+        assert row["spilled"] <= SPILLED.get((name, row["arch"]), 0), row
         assert row["registers"] <= registers, row
         assert row["shared"] <= shared, row
         assert row["warps"] >= 16, row  # on a multiprocessor at once
