@@ -7,6 +7,7 @@ figures; and report.md beside it.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree
@@ -17,7 +18,16 @@ import torch
 from provenance import provenance
 
 ROOT = Path(__file__).parents[1]
-TESTED = ("triton_encode", "triton_distortion", "triton_quantize", "triton_squared", "decode", "adc", "cuda_search")
+TESTED = (
+    "compile",
+    "triton_encode",
+    "triton_distortion",
+    "triton_quantize",
+    "triton_squared",
+    "decode",
+    "adc",
+    "cuda_search",
+)
 
 
 def check(tests: list[str], benchmarks: list[str], device: str, folder: Path) -> bool:
@@ -36,7 +46,7 @@ def run_tests(tests: list[str], report: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"passed": 0, "failed": {}, "skipped": {}}
     for test in tests:  # a process for each file: one that dies takes no other with it
         report.unlink(missing_ok=True)
-        code = pytest(test, f"--junitxml={report}")
+        code = pytest(*test.split(), f"--junitxml={report}")
         try:
             add_cases(found, xml.etree.ElementTree.parse(report))
         except (OSError, xml.etree.ElementTree.ParseError):
@@ -70,7 +80,9 @@ def main() -> None:
     if not torch.cuda.is_available():
         sys.exit("gpu-check: torch sees no CUDA device")
     folder = ROOT / "out" / "gpu-check"
-    right = check([f"tests/test_{name}.py" for name in TESTED], ["benchmarks", "-m", "quick"], "cuda", folder)
+    os.environ["DRQ_FAST_CASES"] = "100"  # of random kernels
+    tests = [*(f"tests/test_{name}.py" for name in TESTED), "tests/test_fuzz.py -k kernels"]
+    right = check(tests, ["benchmarks", "-m", "quick"], "cuda", folder)
     subprocess.run([sys.executable, str(ROOT / "benchmarks/report.py"), str(folder)], check=False)
     print(f"{'All is well' if right else 'Something is wrong'}: please send {folder / 'result.json'}")
     sys.exit(not right)

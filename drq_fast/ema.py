@@ -82,7 +82,8 @@ def _summed(x: Tensor, codes: Tensor, residuals: Tensor, codec: Parameters, weig
     alive = counts.any(dim=1, keepdim=True)
     h, lengths = torch.where(alive, h, 0), torch.where(counts, squares[:, :-1].sqrt(), 0)
     firsts = [m - power for m, power in enumerate(powers_of(codec.groups))]
-    before = torch.where(counts, squares[:, firsts].sqrt(), 0)
+    starts = devices.tensor_of(tuple(firsts), torch.int64, x.device)  # a list would be copied from the host
+    before = torch.where(counts, squares.index_select(1, starts).sqrt(), 0)
     sums, mass = functional.codeword_sums_checked(x, codes, codec, weights)
     numbers = torch.stack([torch.where(alive[:, 0], squares[:, -1], 0).sum(), alive.sum(), counts.sum()])
     spare = _quantized_by_groups(h, codes, codec, alive[:, 0], -(-len(mass) // _REPLACED), batch)

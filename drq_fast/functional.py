@@ -60,7 +60,8 @@ def squared_errors(
 
 def codeword_sums_checked(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) -> CodewordSums:
     """Residuals of x [N, D] and their weights [N, M], added up by codes [N, M]: see `backends.torch.codeword_sums`."""
-    column = backends.choose("codeword_sums", x.device.type, None, backends.cannot_compile(codec, x))
+    unsupported = backends.cannot_compile(codec, x, registered=True)
+    column = backends.choose("codeword_sums", x.device.type, None, unsupported)
     return column.codeword_sums(x, codes, codec, weights)
 
 
@@ -207,7 +208,7 @@ def decode_checked(
     """
     if lengths is not None:
         return backends.plain_torch.decode(codes, codec, lengths)
-    unsupported = backends.cannot_differentiate(codec)
+    unsupported = backends.cannot_differentiate(codec, registered=True)
     return backends.choose("decode", codec.codebook.device.type, backend, unsupported).decode(codes, codec)
 
 

@@ -119,8 +119,9 @@ class LayerParameters(nn.Module):
         elif self.w is not None:
             changes["w"] = torch.zeros_like(self.w)  # first levels of groups say nothing about it
         else:
-            free = [m for m, power in enumerate(self.powers) if power]
-            changes["free_scale"] = nn.functional.pad(change.scale, (0, self.levels - L))[free]
+            free = tuple(m for m, power in enumerate(self.powers) if power)
+            places = devices.tensor_of(free, torch.int64, change.scale.device)  # a list would be copied from the host
+            changes["free_scale"] = nn.functional.pad(change.scale, (0, self.levels - L)).index_select(0, places)
         for name, value in changes.items():
             if value is not None:
                 setattr(self, f"_{name}_change", value.to(self.codebook.dtype))

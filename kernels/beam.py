@@ -66,7 +66,7 @@ def beam_errors_kernel(
 
 
 @triton.jit
-def _rank(errors, costs, tail, n, c, N, paths, K, P):
+def _rank(errors, costs, tail, n, c, N, paths, K, P: tl.constexpr):
     """Errors of candidates c of vectors n, and keys as integers in the same order: NaN after numbers, padding last."""
     inside = (n < N)[:, None] & (c < paths * P)[None, :]
     error = tl.load(errors + n[:, None] * paths * P + c[None, :], mask=inside, other=0.0)  # [ROWS, TILE]
@@ -91,10 +91,10 @@ def beam_select_kernel(
     paths,
     width,
     K,
-    P,
     M,
     m,
     base,
+    P: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -174,14 +174,14 @@ def encode_beam(
 def errors_settings(precision: str) -> dict[str, Any]:
     """Compile-time settings of beam_errors_kernel."""
     tiling = {"PRECISION": precision, "ROWS": 16, "TILE": TILE, "COLUMNS": 16}
-    return tiling | {"num_warps": 4, "maxnreg": 255, "enable_fp_fusion": False}
+    return tiling | {"num_warps": 4, "maxnreg": 128, "enable_fp_fusion": False}
 
 
 def select_settings(candidates: int) -> dict[str, Any]:
     """Compile-time settings of beam_select_kernel by candidates per vector, of which up to 4096 fit in registers."""
     tile = min(4096, triton.next_power_of_2(candidates))
     tiling = {"ROWS": max(1, 2048 // tile), "TILE": tile}
-    return tiling | {"num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False}
+    return tiling | {"num_warps": 16, "maxnreg": 128, "enable_fp_fusion": False}
 
 
 def _encode_part(
@@ -242,10 +242,10 @@ def _encode_part(
             paths,
             width,
             K,
-            P,
             M,
             m,
             bases[m],
+            P=P,
             **selecting,
         )
         paths, costs, residuals, codes = width, next_costs, next_residuals, next_codes

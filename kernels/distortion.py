@@ -27,37 +27,56 @@ from .totals import Gradients, Totals
 
 NOISE = 2.0**-36  # relative to ||x||^2; a smaller squared distance is rounding error, and its gradient is 0
 _ROWS = 16  # vectors per program
+_MANY_LINES = 1 << 14  # from which on large tiles of Delta G fill a GPU
 
 
-@triton.jit
-def _times_gram(
-    delta,
-    gram,
-    out,
-    row,
-    n,
-    live,
-    STORE: tl.constexpr,
+@triton.jit(do_not_specialize=["LINES"])
+def joint_kernel(
+    deltas,
+    factor,
+    soft,
+    joint,
+    products,
+    LINES,
+    W,
+    BY_CODEWORDS: tl.constexpr,
+    KEEP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
     KP: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """Returns <delta[row] G, delta[row]> [ROWS]; STORE: writes delta[row] G [ROWS, KP] to out[n]."""
-    inner = tl.zeros((n.shape[0],), dtype=tl.float32)
-    for first in range(0, KP, TILE):
-        k = first + tl.arange(0, TILE)  # [TILE]
-        product = tl.zeros((n.shape[0], TILE), dtype=tl.float32)
+    """Math:     J = <Delta G, Delta> of LINES rows Delta, all pairs of a vector and a level, added to soft as well; the
+              factor [KP, W] is G. BY_CODEWORDS: J = ||Delta C||^2, and the factor is C. KEEP: Delta G, without J
+    Tiling:   one program owns ROWS lines, and loops over TILE of the W columns of the factor
+    Memory:   reads deltas [LINES, KP] W / TILE times, all but once from L2, and once more for <Delta G, Delta>; the
+              factor once (from L2); writes J, or products [LINES, KP]
+    Numerics: float32
+    """
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    n = tl.arange(0, ROWS)  # [ROWS], from the first of this program
+    live = n < LINES - first
+    deltas, soft, joint, products = deltas + first * KP, soft + first, joint + first, products + first * KP
+    inner = tl.zeros((ROWS,), dtype=tl.float32)
+    for column in range(0, W, TILE):
+        k = column + tl.arange(0, TILE)  # [TILE]
+        product = tl.zeros((ROWS, TILE), dtype=tl.float32)
         for start in range(0, KP, COLUMNS):
             i = start + tl.arange(0, COLUMNS)
-            piece = tl.load(delta + row[:, None] * KP + i[None, :], mask=live[:, None], other=0.0)  # [ROWS, COLUMNS]
-            block = tl.load(gram + i[:, None] * KP + k[None, :])  # [COLUMNS, TILE]
+            piece = tl.load(deltas + n[:, None] * KP + i[None, :], mask=live[:, None], other=0.0)  # [ROWS, COLUMNS]
+            block = tl.load(factor + i[:, None] * W + k[None, :], mask=(k < W)[None, :], other=0.0)  # [COLUMNS, TILE]
             product = tl.dot(piece, block, acc=product, input_precision=PRECISION)
-        same = tl.load(delta + row[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
-        inner += tl.sum(product * same, axis=1)
-        if STORE:
-            tl.store(out + n[:, None] * KP + k[None, :], product, mask=live[:, None])
-    return inner
+        here = n[:, None] * KP + k[None, :]
+        if KEEP:
+            tl.store(products + here, product, mask=live[:, None])
+        elif BY_CODEWORDS:
+            inner += tl.sum(product * product, axis=1)
+        else:
+            inner += tl.sum(product * tl.load(deltas + here, mask=live[:, None], other=0.0), axis=1)
+    if not KEEP:
+        tl.store(joint + n, inner, mask=live)
+        tl.store(soft + n, tl.load(soft + n, mask=live, other=0.0) + inner, mask=live)
 
 
 @triton.jit
@@ -108,39 +127,37 @@ def distortion_kernel(
     scale,
     gamma,
     delta,
+    left,
     scratch,
     codes,
     residuals,
     soft,
-    joint,
     N,
     K,
     D,
     M,
     AGAIN: tl.constexpr,
-    ERRORS: tl.constexpr,
+    EVERY: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     KP: tl.constexpr,
     TILE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Math:     b_m, p_m, r_{m+1}, J_m = Delta_m G Delta_m^T and (E_s^m)^2 = r_{m+1} - 2 <Delta_m, t_{m+1}> + J_m,
-              docs/math.md section 3. AGAIN: codes are given, and only Delta_m is computed. Without ERRORS:
+    """Math:     b_m, p_m, r_{m+1}, Delta_m and r_{m+1} - 2 <Delta_m, t_{m+1}>, the part of (E_s^m)^2 without J_m,
+              docs/math.md section 3. AGAIN: codes are given, and only Delta_m and t_{m+1} are computed. Without EVERY:
               only codes, r_{m+1} and the last Delta
-    Tiling:   one program owns ROWS vectors, all their scores and all M levels, and computes Delta G
-    Memory:   reads the scores once and G once per level (from L2); threads exchange numbers through delta [N, KP] and,
-              for recomputed rows, scratch; writes codes and three numbers per level.
-              AGAIN: also reads codes, writes delta [N, M, KP]
+    Tiling:   one program owns ROWS vectors, all their scores and all M levels
+    Memory:   reads the scores once and a row of G per level (from L2); threads exchange recomputed rows through scratch
+              [N, KP]; writes codes, two numbers per level and delta [N, M, KP], or [N, KP] without EVERY. AGAIN: writes
+              delta and left [N, M, KP]
     Numerics: float32, no FMA in the key, ties to the smaller index; where r < n / 256, t and r are recomputed from
               x - xhat
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     x, scores, norms, scratch = x + first * D, scores + first * KP, norms + first, scratch + first * KP
-    codes, residuals, soft, joint = codes + first * M, residuals + first * M, soft + first * M, joint + first * M
-    stride = M if AGAIN else 1  # rows of delta per vector
-    step = 1 if AGAIN else 0  # and per level
-    delta += first * stride * KP
+    codes, residuals, soft = codes + first * M, residuals + first * M, soft + first * M
+    delta, left = delta + first * (M if EVERY else 1) * KP, left + first * M * KP
     n = tl.arange(0, ROWS)  # [ROWS], from the first of this program
     k = tl.arange(0, KP)  # [KP]
     live, inside = n < N - first, k < K
@@ -168,20 +185,23 @@ def distortion_kernel(
             after = tl.where(small, fresh_r, after)
         p, _ = _soft_choice(t, r, after, hot, k, s, diagonal, sharpness, inside)
         total += s * (p - hot.to(tl.float32))
-        tl.store(delta + (n * stride + m * step)[:, None] * KP + k[None, :], total, mask=live[:, None])
+        if EVERY:
+            tl.store(delta + (n * M + m)[:, None] * KP + k[None, :], total, mask=live[:, None])
         r = after
         t -= s * tl.load(gram + b[:, None] * KP + k[None, :])
-        tl.debug_barrier()  # Delta and recomputed scores are visible to all threads of this program
         if rebase:
+            tl.debug_barrier()  # recomputed scores are visible to all threads of this program
             fresh = tl.load(scratch + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
             t = tl.where(small[:, None], fresh, t)
-        if not AGAIN:
+        if AGAIN:
+            tl.store(left + (n * M + m)[:, None] * KP + k[None, :], t, mask=live[:, None])
+        else:
             tl.store(residuals + n * M + m, r, mask=live)
-        if ERRORS:
-            squared = _times_gram(delta, gram, scratch, n, n, live, False, KP, TILE, COLUMNS, PRECISION)
-            tl.store(joint + n * M + m, squared, mask=live)
-            tl.store(soft + n * M + m, r - 2 * tl.sum(total * t, axis=1) + squared, mask=live)
-        tl.debug_barrier()  # all threads have read what this level wrote
+            if EVERY:
+                tl.store(soft + n * M + m, r - 2 * tl.sum(total * t, axis=1), mask=live)
+        tl.debug_barrier()  # all threads have read the codes and the recomputed scores of this level
+    if not EVERY:
+        tl.store(delta + n[:, None] * KP + k[None, :], total, mask=live[:, None])
 
 
 @triton.jit
@@ -191,46 +211,8 @@ def _residual_at(residuals, norm, n, live, M, m):
     return tl.where(m > 0, before, norm)
 
 
-@triton.jit
-def _scores_at(
-    x,
-    codebook,
-    scores,
-    gram,
-    scale,
-    codes,
-    scratch,
-    n,
-    live,
-    small,
-    K,
-    D,
-    M,
-    m,
-    KP: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """t_m [ROWS, KP], from x - xhat where `small`. All threads must have read what they need of scratch [N, KP]."""
-    k = tl.arange(0, KP)
-    t = tl.load(scores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
-    for i in range(m):
-        before = tl.load(codes + n * M + i, mask=live, other=0).to(tl.int32)
-        t -= tl.load(scale + i) * tl.load(gram + before[:, None] * KP + k[None, :])
-    if tl.max(small.to(tl.int32), axis=0) > 0:
-        _rebase(x, codebook, scale, codes, scratch, n, live, K, D, M, m, KP, TILE, COLUMNS, PRECISION)
-        tl.debug_barrier()
-        fresh = tl.load(scratch + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
-        t = tl.where(small[:, None], fresh, t)
-        tl.debug_barrier()
-    return t
-
-
 @triton.jit(do_not_specialize=["N"])
 def distortion_backward_kernel(
-    x,
-    codebook,
     scores,
     norms,
     gram,
@@ -243,37 +225,35 @@ def distortion_backward_kernel(
     kappa,
     eta,
     deltas,
-    dt_out,
+    left,
+    moved,
     dscores,
     dnorms,
     ddiagonal,
     dscale,
     N,
     K,
-    D,
     M,
     NOISE: tl.constexpr,
     ERRORS: tl.constexpr,
-    PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     KP: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     """Math:     the recursion at the end of docs/math.md section 3; alpha, kappa and eta [N, M] are dL/d(E_s^m)^2, that
               plus dL/dJ_m, and dL/dr_{m+1}. Without ERRORS they are 0, and dscores holds dL/dDelta_{M-1} at first
     Tiling:   one program owns ROWS vectors, all their scores and all M levels, from the last to the first
-    Memory:   reads scores, deltas [N, M, KP], and G once per level (from L2); writes dscores, dnorms, and -s_m
-              dL/dt_{m+1} [N, M, KP] for scatter_kernel
+    Memory:   reads scores t_0, t_{m+1} of all levels from left [N, M, KP], deltas [N, M, KP] and a row of G per level
+              (from L2); replaces Delta_m G in moved [N, M, KP] by -s_m dL/dt_{m+1}, for scatter_kernel; writes
+              dscores and dnorms
     Numerics: float32; sums over the program's rows go to its own row of ddiagonal [programs, KP] and dscale
               [programs, M], which are added in order: no atomics
     """
     program = tl.program_id(0).to(tl.int64)
     first = program * ROWS
-    x, scores, norms, dnorms = x + first * D, scores + first * KP, norms + first, dnorms + first
+    scores, norms, dnorms = scores + first * KP, norms + first, dnorms + first
     codes, residuals, alpha = codes + first * M, residuals + first * M, alpha + first * M
     kappa, eta, dscores = kappa + first * M, eta + first * M, dscores + first * KP
-    deltas, dt_out = deltas + first * M * KP, dt_out + first * M * KP
+    deltas, left, moved = deltas + first * M * KP, left + first * M * KP, moved + first * M * KP
     n = tl.arange(0, ROWS)  # [ROWS], from the first of this program
     k = tl.arange(0, KP)  # [KP]
     live, inside = n < N - first, k < K
@@ -283,12 +263,8 @@ def distortion_backward_kernel(
     a = tl.zeros((ROWS, KP), dtype=tl.float32)  # dL/dDelta
     if not ERRORS:
         a = tl.load(dscores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
-        tl.debug_barrier()  # dscores is overwritten from here on
     after = _residual_at(residuals, norm, n, live, M, M)  # r_{m+1}
-    small = after < norm * REBASE
-    t = _scores_at(
-        x, codebook, scores, gram, scale, codes, dscores, n, live, small, K, D, M, M, KP, TILE, COLUMNS, PRECISION
-    )  # [ROWS, KP], t_{m+1}
+    t = tl.load(left + (n * M + M - 1)[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)  # [ROWS, KP], t_{m+1}
     dt = tl.zeros((ROWS, KP), dtype=tl.float32)
     rho = tl.zeros((ROWS,), dtype=tl.float32)  # dL/dr
     of_diagonal = tl.zeros((KP,), dtype=tl.float32)
@@ -299,24 +275,22 @@ def distortion_backward_kernel(
         if ERRORS:
             by_soft = tl.load(alpha + n * M + m, mask=live, other=0.0)
             a -= 2 * by_soft[:, None] * t  # t_{m+1}
-            _times_gram(deltas, gram, dscores, n * M + m, n, live, True, KP, TILE, COLUMNS, PRECISION)
-            tl.debug_barrier()
-            product = tl.load(dscores + n[:, None] * KP + k[None, :], mask=live[:, None], other=0.0)
+            product = tl.load(moved + here, mask=live[:, None], other=0.0)
             a += 2 * tl.load(kappa + n * M + m, mask=live, other=0.0)[:, None] * product
             dt -= 2 * by_soft[:, None] * tl.load(deltas + here, mask=live[:, None], other=0.0)
             rho += by_soft + tl.load(eta + n * M + m, mask=live, other=0.0)
-        tl.store(dt_out + here, -s * dt, mask=live[:, None])
+        tl.debug_barrier()  # all threads have read the product
+        tl.store(moved + here, -s * dt, mask=live[:, None])
         b = tl.load(codes + n * M + m, mask=live, other=0).to(tl.int32)
         hot = k[None, :] == b[:, None]
         ds = -tl.sum(dt * tl.load(gram + b[:, None] * KP + k[None, :]), axis=1)
-        left = tl.sum(tl.where(hot, t, 0.0), axis=1)  # t_{m+1}[b] = t_m[b] - s G[b, b], which would cancel
+        nearest = tl.sum(tl.where(hot, t, 0.0), axis=1)  # t_{m+1}[b] = t_m[b] - s G[b, b], which would cancel
 
         r = _residual_at(residuals, norm, n, live, M, m)
-        small = (r < norm * REBASE) & (m > 0)
-        tl.debug_barrier()  # all threads have read the product
-        t = _scores_at(
-            x, codebook, scores, gram, scale, codes, dscores, n, live, small, K, D, M, m, KP, TILE, COLUMNS, PRECISION
-        )
+        before = scores + n[:, None] * KP + k[None, :]
+        if m > 0:
+            before = left + (n * M + m - 1)[:, None] * KP + k[None, :]
+        t = tl.load(before, mask=live[:, None], other=0.0)
         p, distance = _soft_choice(t, r, after, hot, k, s, diagonal, sharpness, inside)
         after = r
         mean = tl.sum(p * a, axis=1)
@@ -324,7 +298,7 @@ def distortion_backward_kernel(
         far = (distance > tl.sqrt(norm * NOISE)[:, None]) & inside[None, :]
         q = tl.where(far, -0.5 * sharpness * s * p * (a - mean[:, None]) / tl.where(far, distance, 1.0), 0.0)
         q += tl.where(hot, rho[:, None], 0.0)
-        ds += 2 * tl.sum(q * tl.where(hot, -left[:, None], (s * tl.load(diagonal + k))[None, :] - t), axis=1)
+        ds += 2 * tl.sum(q * tl.where(hot, -nearest[:, None], (s * tl.load(diagonal + k))[None, :] - t), axis=1)
         tl.store(dscale + program * M + m, tl.sum(tl.where(live, ds, 0.0), axis=0))
         of_diagonal += s * s * tl.sum(tl.where(live[:, None], q, 0.0), axis=0)
         dt -= 2 * s * q
@@ -335,16 +309,21 @@ def distortion_backward_kernel(
 
 
 def codec_of(codebook: Tensor, scale: Tensor) -> Scored:
-    """The codec for both passes, padded to a power of 2 up to MAX_ON_CHIP codewords and to full tiles above."""
-    K = len(codebook)
-    return Scored(codebook, scale, power_of_2(K) if K <= MAX_ON_CHIP else triton.cdiv(K, TILE) * TILE)
+    """The codec for both passes, padded."""
+    return Scored(codebook, scale, padded_codewords(len(codebook)))
+
+
+def padded_codewords(K: int) -> int:
+    """P: a power of 2 up to MAX_ON_CHIP codewords, full tiles above."""
+    return power_of_2(K) if K <= MAX_ON_CHIP else triton.cdiv(K, TILE) * TILE
 
 
 def distortion(h: Tensor, codec: Scored, scores: Tensor, gamma: Tensor, precision: str = "tf32x3") -> Levels:
     """All levels of centred h [N, D] from scores [N, P] and gamma [1]."""
     norms = h.square().sum(dim=1)
     compute = run_levels if codec.P <= MAX_ON_CHIP else levels_tiled
-    found = [compute(h[r], codec, scores[r], norms[r], gamma, precision)[0] for r in parts(len(h), codec.P)]
+    width = codec.P * (len(codec.scale) if codec.P <= MAX_ON_CHIP else 1)
+    found = [compute(h[r], codec, scores[r], norms[r], gamma, precision)[0] for r in parts(len(h), width)]
     return Levels(*(torch.cat(columns) for columns in zip(*found, strict=True)))
 
 
@@ -381,13 +360,16 @@ def distortion_backward(
 def run_levels(
     h: Tensor, codec: Scored, scores: Tensor, norms: Tensor, gamma: Tensor, precision: str, errors: bool = True
 ) -> tuple[Levels, Tensor]:
-    """The levels and the last Delta [N, P]; without `errors`, soft and joint errors are not computed."""
+    """The levels and Delta after every level [N, M, P]; without `errors` that after the last one [N, P], and soft and
+    joint errors are not computed."""
     N, M = len(h), len(codec.scale)
     numbers = (h.new_empty(N, M) for _ in range(3))
     levels = Levels(torch.empty(N, M, dtype=torch.int64, device=h.device), *numbers)
-    delta, scratch = h.new_empty(2, N, codec.P)
-    flags = {"AGAIN": False, "ERRORS": errors}
-    _launch_levels(h, codec, scores, norms, gamma, delta, scratch, levels, precision, flags)
+    delta = h.new_empty(N, M, codec.P) if errors else h.new_empty(N, codec.P)
+    outputs = delta, delta, torch.empty_like(scores)  # t_{m+1} is not written
+    _launch_levels(h, codec, scores, norms, gamma, outputs, levels, precision, {"AGAIN": False, "EVERY": errors})
+    if errors:
+        _times_gram(delta, codec, levels, delta, precision, keep=False)
     return levels, delta
 
 
@@ -407,15 +389,14 @@ def gradients(
     alpha, kappa, eta = (upstream,) * 3 if isinstance(upstream, Tensor) else upstream
     dscores = torch.empty_like(scores) if errors else alpha.clone()
     dnorms = torch.empty_like(norms)
-    deltas, moved = h.new_empty(2, N * M, P)
+    deltas, left, moved = h.new_empty(3, N * M, P)
+    flags = {"AGAIN": True, "EVERY": errors}
+    _launch_levels(h, codec, scores, norms, gamma, (deltas, left, moved), levels, precision, flags)
     if errors:
-        flags = {"AGAIN": True, "ERRORS": False}
-        _launch_levels(h, codec, scores, norms, gamma, deltas, dscores, levels, precision, flags)
+        _times_gram(deltas, codec, levels, moved, precision, keep=True)
     programs = triton.cdiv(N, _ROWS)
     ddiagonal, dscale = h.new_empty(programs, P), h.new_empty(programs, M)
     distortion_backward_kernel[(programs,)](
-        h,
-        codec.codebook,
         scores,
         norms,
         codec.gram,
@@ -428,6 +409,7 @@ def gradients(
         kappa,
         eta,
         deltas,
+        left,
         moved,
         dscores,
         dnorms,
@@ -435,11 +417,10 @@ def gradients(
         dscale,
         N,
         codec.K,
-        h.shape[1],
         M,
         NOISE=NOISE,
         ERRORS=errors,
-        **settings(P, precision),
+        **backward_settings(P),
     )
     lines = (deltas, kappa.reshape(-1), moved, levels.codes.reshape(-1))
     return LevelGradients(*lines, dscores, dnorms, ddiagonal, dscale)
@@ -451,12 +432,12 @@ def _launch_levels(
     scores: Tensor,
     norms: Tensor,
     gamma: Tensor,
-    delta: Tensor,
-    scratch: Tensor,
+    outputs: tuple[Tensor, Tensor, Tensor],
     levels: Levels,
     precision: str,
     flags: dict[str, bool],
 ) -> None:
+    """Writes the levels, and outputs: delta, left, and a scratch [N, P] at least."""
     distortion_kernel[(triton.cdiv(len(h), _ROWS),)](
         h,
         codec.codebook,
@@ -466,9 +447,10 @@ def _launch_levels(
         codec.diagonal,
         codec.scale,
         gamma,
-        delta,
-        scratch,
-        *levels,
+        *outputs,
+        levels.codes,
+        levels.residuals,
+        levels.soft,
         len(h),
         codec.K,
         h.shape[1],
@@ -478,11 +460,33 @@ def _launch_levels(
     )
 
 
-def settings(P: int, precision: str) -> dict[str, Any]:
-    """Compile-time settings of both kernels for P codewords."""
-    tiling = {"ROWS": _ROWS, "KP": P, "TILE": min(64, P), "COLUMNS": 16}
-    compiler = {"num_warps": 8 if P > 64 else 4, "num_stages": 2, "maxnreg": 255, "enable_fp_fusion": False}
+def _times_gram(deltas: Tensor, codec: Scored, levels: Levels, products: Tensor, precision: str, *, keep: bool) -> None:
+    """Adds J to the soft errors and writes it to the joint ones, or keeps Delta G [lines, P] in `products`."""
+    lines, D = levels.codes.numel(), codec.codebook.shape[1]
+    by_codewords = not keep and D % 16 == 0 and 2 * D <= codec.P  # half of the products, and of the traffic, or less
+    factor = codec.codebook if by_codewords else codec.gram
+    tiling = joint_settings(codec.P, precision, lines) | {"BY_CODEWORDS": by_codewords, "KEEP": keep}
+    grid = (triton.cdiv(lines, tiling["ROWS"]),)
+    joint_kernel[grid](deltas, factor, levels.soft, levels.joint, products, lines, factor.shape[1], **tiling)
+
+
+def joint_settings(P: int, precision: str, lines: int) -> dict[str, Any]:
+    """Compile-time settings of joint_kernel: as many lines a program as fit, because each program reads its factor."""
+    many = lines >= _MANY_LINES and precision != "ieee"
+    tiling = {"ROWS": 128 if many else 32, "KP": P, "TILE": min(64, P), "COLUMNS": 16}
+    compiler = {"num_warps": 16 if many else 4, "num_stages": 3, "maxnreg": 128, "enable_fp_fusion": False}
     return {"PRECISION": precision, **tiling, **compiler}
+
+
+def settings(P: int, precision: str) -> dict[str, Any]:
+    """Compile-time settings of distortion_kernel for P codewords; TILE and COLUMNS are those of recomputed scores."""
+    return {"PRECISION": precision, "TILE": min(32, P), "COLUMNS": 16, **backward_settings(P)}
+
+
+def backward_settings(P: int) -> dict[str, Any]:
+    """Compile-time settings of distortion_backward_kernel: 8 scores a thread."""
+    compiler = {"num_warps": max(4, P // 16), "num_stages": 2, "maxnreg": 128, "enable_fp_fusion": False}
+    return {"ROWS": _ROWS, "KP": P, **compiler}
 
 
 def parts(N: int, width: int) -> Iterator[slice]:

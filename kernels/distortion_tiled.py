@@ -347,4 +347,4 @@ def _run_level(
 
 def settings() -> dict[str, Any]:
     """Compile-time settings of both kernels."""
-    return {"ROWS": _ROWS, "TILE": TILE, "num_warps": 8, "num_stages": 2, "maxnreg": 255, "enable_fp_fusion": False}
+    return {"ROWS": _ROWS, "TILE": TILE, "num_warps": 8, "num_stages": 2, "maxnreg": 128, "enable_fp_fusion": False}

@@ -28,7 +28,6 @@ def encode_kernel(
     offset,
     codebook,
     gram,
-    diagonal,
     scale,
     codes,
     N,
@@ -59,7 +58,7 @@ def encode_kernel(
     r = norm
     for m in range(M):
         s = tl.load(scale + m).to(tl.float32)
-        bias = tl.where(k < K, s * s * tl.load(diagonal + k), float("inf"))
+        bias = tl.where(k < K, s * s * tl.load(gram + k * (KP + 1)), float("inf"))
         best, b = first_smallest(bias[None, :] - 2 * s * t, k, K)
         tl.store(codes + n * M + m, b, mask=live)
         r += best
@@ -176,7 +175,6 @@ def encode(
         x if offset is None else offset.contiguous(),
         codebook,
         inner,
-        inner.diagonal().contiguous(),
         scale.contiguous(),
         codes,
         N,
@@ -190,16 +188,17 @@ def encode(
 
 
 def on_chip_settings(KP: int, precision: str) -> dict[str, Any]:
-    """Compile-time settings of encode_kernel for KP codewords: as many rows as fit without register spills."""
-    rows = min(64, (4096 if precision == "ieee" else 8192) // KP)
+    """Compile-time settings of encode_kernel for KP codewords: as many warps as spill no registers, or hardly any."""
+    rows = 64 if KP <= 64 else 32
+    warps = 16 if KP >= 128 else rows * KP // (256 if precision == "ieee" else 512)
     tiling = {"PRECISION": precision, "ROWS": rows, "KP": KP, "COLUMNS": 16}
-    return tiling | {"num_warps": 8 if KP > 64 else 4, "maxnreg": 255, "enable_fp_fusion": False}
+    return tiling | {"num_warps": warps, "maxnreg": 128, "enable_fp_fusion": False}
 
 
 def tiled_settings(precision: str) -> dict[str, Any]:
     """Compile-time settings of encode_tiled_kernel."""
     tiling = {"PRECISION": precision, "ROWS": 16, "TILE": TILE, "COLUMNS": 16}
-    return tiling | {"num_warps": 8, "maxnreg": 255, "enable_fp_fusion": False}
+    return tiling | {"num_warps": 8, "maxnreg": 128, "enable_fp_fusion": False}
 
 
 def _encode_tiled(

@@ -161,7 +161,7 @@ def squared_errors(x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | 
         HAS_OFFSET=offset is not None,
         **settings(D),
     )
-    return errors.sum(dim=0)
+    return errors[0] if len(errors) == 1 else errors.sum(dim=0)
 
 
 def squared_errors_backward(

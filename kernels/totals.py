@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ def scatter(values: Tensor, codes: Tensor, K: int) -> Tensor:
     P = values.shape[1]
     short = torch.int16 if K < 1 << 15 else torch.int32  # a radix sort takes one pass per byte
     ordered, order = codes.to(short).sort(stable=True)
-    first = torch.searchsorted(ordered, torch.arange(K + 1, dtype=short, device=codes.device))
+    first = torch.searchsorted(ordered, _numbers(K + 1, short, codes.device))
     splits = 4 if K <= 256 else 1  # more programs, since few codewords do not fill a GPU
     out = values.new_empty(splits, K, P)
     columns = min(512, triton.next_power_of_2(P))
@@ -57,6 +58,12 @@ def scatter(values: Tensor, codes: Tensor, K: int) -> Tensor:
         enable_fp_fusion=False,
     )
     return out.sum(dim=0)
+
+
+@functools.lru_cache(maxsize=64)
+def _numbers(count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.arange(count, dtype=dtype, device=device)
 
 
 class Gradients(NamedTuple):

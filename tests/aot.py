@@ -1,4 +1,5 @@
-"""Compiles Triton kernels ahead of time for GPUs that are not here: `python aot.py 80,90` prints a JSON line each.
+"""Compiles Triton kernels ahead of time for GPUs that are not here: `python aot.py 80,90` prints a JSON line each, and
+`python aot.py 90 --table` the table of docs/gpu.md.
 
 A program of its own, because kernels imported under TRITON_INTERPRET=1 cannot be compiled.
 """
@@ -23,9 +24,17 @@ from drq_fast.kernels.decode import decode_kernel
 from drq_fast.kernels.encode import encode_kernel
 from drq_fast.kernels.totals import scatter_kernel
 
-INTEGERS = {"codes": "*i64", "next_codes": "*i32", "order": "*i64", "first": "*i64", "N": "i64"}
-INTEGERS |= dict.fromkeys(("K", "P", "D", "M", "m", "paths", "width"), "i32")
-NOT_ALIGNED = ("N", "M", "m", "paths", "width")  # arguments that Triton must not assume to be multiples of 16
+INTEGERS = {"codes": "*i64", "next_codes": "*i32", "order": "*i64", "first": "*i64", "N": "i64", "LINES": "i64"}
+INTEGERS |= dict.fromkeys(("K", "P", "T", "D", "W", "M", "m", "base", "paths", "width"), "i32")
+NOT_ALIGNED = (
+    "N",
+    "LINES",
+    "M",
+    "m",
+    "base",
+    "paths",
+    "width",
+)  # arguments that Triton must not assume to be multiples of 16
 
 
 class Job(NamedTuple):
@@ -48,11 +57,16 @@ def squared_job(kernel: object, dtype: str = "*fp32", odd: tuple[str, ...] = ())
     return Job(kernel, {"HAS_OFFSET": True} | squared.settings(2048), types, odd)
 
 
+def joint_job(precision: str = "tf32x3", lines: int = 1 << 20, **flags: bool) -> Job:
+    flags = {"BY_CODEWORDS": False, "KEEP": False} | flags
+    return Job(distortion.joint_kernel, distortion.joint_settings(256, precision, lines) | flags, {})
+
+
 PLAIN = {"num_warps": 4, "enable_fp_fusion": False}
 FAST, EXACT = "tf32x3", "ieee"
 NOISE = {"NOISE": 2.0**-36}
 LEVEL = distortion_tiled.settings() | {"PRECISION": FAST, "COLUMNS": 16}
-ERRORS, CHOICES, AGAIN = ({"AGAIN": a, "ERRORS": e} for a, e in ((False, True), (False, False), (True, False)))
+ERRORS, CHOICES, AGAIN = ({"AGAIN": a, "EVERY": e} for a, e in ((False, True), (False, False), (True, True)))
 INT = {"codes": "*i32"}
 JOBS = {
     "decode": Job(decode_kernel, {"M": 4, "HAS_OFFSET": True, "ROWS": 8, "COLUMNS": 128} | PLAIN, {"codes": "*u8"}),
@@ -62,24 +76,30 @@ JOBS = {
     "encode bfloat16": encode_job("*bf16", encode.on_chip_settings(256, FAST)),
     "encode float16": encode_job("*fp16", encode.on_chip_settings(256, FAST)),
     "encode float32 K=64": encode_job("*fp32", encode.on_chip_settings(64, FAST)),
+    "encode float32 exact K=64": encode_job("*fp32", encode.on_chip_settings(64, EXACT), odd=("K", "D")),
+    "encode float32 exact K=128": encode_job("*fp32", encode.on_chip_settings(128, EXACT), odd=("K", "D")),
+    "encode float32 K=128": encode_job("*fp32", encode.on_chip_settings(128, FAST), odd=("K", "D")),
+    "encode float32 K=16": encode_job("*fp32", encode.on_chip_settings(16, FAST), odd=("K", "D")),
     "encode_tiled": Job(encode.encode_tiled_kernel, encode.tiled_settings(FAST), INT),
     "encode_tiled exact": Job(encode.encode_tiled_kernel, encode.tiled_settings(EXACT), INT),
     "beam_errors": Job(beam.beam_errors_kernel, beam.errors_settings(FAST), INT),
-    "beam_select": Job(beam.beam_select_kernel, beam.select_settings(16 * 256), INT),
-    "beam_select small": Job(beam.beam_select_kernel, beam.select_settings(4 * 128), INT),
+    "beam_select": Job(beam.beam_select_kernel, beam.select_settings(16 * 256) | {"P": 256}, INT),
+    "beam_select small": Job(beam.beam_select_kernel, beam.select_settings(4 * 128) | {"P": 128}, INT),
     "distortion": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | ERRORS, {}),
     "distortion exact": Job(distortion.distortion_kernel, distortion.settings(256, EXACT) | ERRORS, {}),
     "distortion again": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | AGAIN, {}),
     "quantize": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | CHOICES, {}),
     "quantize_backward": Job(
-        distortion.distortion_backward_kernel, distortion.settings(256, FAST) | NOISE | CHOICES, {}
+        distortion.distortion_backward_kernel, distortion.backward_settings(256) | NOISE | {"ERRORS": False}, {}
     ),
     "distortion_backward": Job(
-        distortion.distortion_backward_kernel, distortion.settings(256, FAST) | NOISE | ERRORS, {}
+        distortion.distortion_backward_kernel, distortion.backward_settings(256) | NOISE | {"ERRORS": True}, {}
     ),
-    "distortion_backward exact": Job(
-        distortion.distortion_backward_kernel, distortion.settings(256, EXACT) | NOISE | ERRORS, {}
-    ),
+    "joint": joint_job(),
+    "joint by codewords": joint_job(BY_CODEWORDS=True),
+    "joint of few lines": joint_job(lines=1 << 8),
+    "joint exact": joint_job(EXACT),
+    "products": joint_job(KEEP=True),
     "level": Job(distortion_tiled.level_kernel, LEVEL | {"AGAIN": False}, {}),
     "level again": Job(distortion_tiled.level_kernel, LEVEL | {"AGAIN": True}, {}),
     "level_backward": Job(distortion_tiled.level_backward_kernel, distortion_tiled.settings() | NOISE, {}),
@@ -111,16 +131,44 @@ def compile_kernel(name: str, arch: int) -> dict[str, int | str]:
         source.write_text(ptx)
         command = [ptxas, "-v", "--fmad=false", f"-arch={target}", str(source), "-o", f"{folder}/kernel.cubin"]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, shared = int(re.search(r"Used (\d+) registers", text).group(1)), compiled.metadata.shared
+    blocks = blocks_at_once(arch, registers, shared, options["num_warps"])
     return {
         "kernel": name,
         "arch": arch,
-        "registers": int(re.search(r"Used (\d+) registers", text).group(1)),
+        "registers": registers,
         "spilled": int(re.search(r"(\d+) bytes spill stores", text).group(1)),
-        "shared": compiled.metadata.shared,
+        "shared": shared,
+        "blocks": blocks,
+        "warps": blocks * options["num_warps"],
     }
 
 
+# Shared memory of a multiprocessor in KB, and warps that it holds; 65536 registers everywhere.
+MULTIPROCESSOR = {80: (164, 64), 90: (228, 64), 100: (228, 64), 120: (100, 48)}
+
+
+def blocks_at_once(arch: int, registers: int, shared: int, warps: int) -> int:
+    """Blocks that a multiprocessor holds: registers come in units of 256 a warp, and a block takes 1 KB more."""
+    kilobytes, most = MULTIPROCESSOR[arch]
+    by_registers = 65536 // (-(-32 * registers // 256) * 256 * warps)
+    return min(by_registers, kilobytes * 1024 // (shared + 1024), most // warps)
+
+
+def occupancy(arch: int) -> str:
+    """Markdown: registers, shared memory, and blocks and warps on a multiprocessor at once."""
+    columns = ("kernel", "registers", "spilled", "shared", "blocks", "warps")
+    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
+    for name in JOBS:
+        row = compile_kernel(name, arch)
+        lines.append(f"| {' | '.join(str(row[column]) for column in columns)} |")
+    return "\n".join(lines)
+
+
 if __name__ == "__main__":
+    if "--table" in sys.argv:
+        print(occupancy(int(sys.argv[1])))
+        sys.exit()
     for arch in map(int, sys.argv[1].split(",")):
         for name in sys.argv[2:] or JOBS:
             print(json.dumps(compile_kernel(name, arch)), flush=True)

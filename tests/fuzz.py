@@ -8,6 +8,8 @@ python tests/fuzz.py --only files --seed 7 --cases 1
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import random
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from attacks.differences import differences
 from attacks.files import files
 from attacks.indexes import indexes
 from attacks.inputs import inputs
+from attacks.kernels import kernels
 from attacks.kills import kills
 from attacks.runs import runs
 from attacks.searches import searches
@@ -44,6 +47,10 @@ ATTACKS: dict[str, Callable[[random.Random, Path], int]] = {
     "commands": commands,
     "sanitizers": sanitizers.sanitizers,
 }
+if importlib.util.find_spec("triton"):
+    ATTACKS["kernels"] = kernels
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
 MEMORY = {"files": 2 << 30, "inputs": 2 << 30, "runs": 2 << 30}  # bytes that an attack may take
 SECONDS = 300.0  # that one attack may take
 SHARES = {"differences": 2.0, "commands": 2.0}  # of the time; 1 for others

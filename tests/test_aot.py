@@ -13,26 +13,34 @@ import pytest
 # name in aot.py -> (registers a thread, bytes of shared memory a block), the most on any architecture
 BUDGET = {
     "decode": (64, 1024),
-    "encode float32": (224, 40960),
-    "encode float32 odd": (255, 40960),
-    "encode float32 exact": (255, 40960),
-    "encode bfloat16": (216, 20480),
-    "encode float16": (216, 20480),
-    "encode float32 K=64": (240, 25600),
-    "encode_tiled": (152, 8192),
-    "encode_tiled exact": (160, 9216),
-    "beam_errors": (152, 8192),
-    "beam_select": (255, 16384),
-    "beam_select small": (184, 16384),
-    "distortion": (192, 6144),
-    "distortion exact": (224, 6144),
-    "distortion again": (176, 6144),
-    "quantize": (184, 6144),
-    "quantize_backward": (255, 6144),
-    "distortion_backward": (255, 6144),
-    "distortion_backward exact": (255, 6144),
-    "level": (160, 8192),
-    "level again": (160, 8192),
+    "encode float32": (128, 40960),
+    "encode float32 odd": (128, 40960),
+    "encode float32 exact": (128, 40960),
+    "encode bfloat16": (128, 20480),
+    "encode float16": (128, 20480),
+    "encode float32 K=64": (128, 25600),
+    "encode float32 exact K=64": (128, 25600),
+    "encode float32 exact K=128": (128, 40960),
+    "encode float32 K=128": (128, 40960),
+    "encode float32 K=16": (128, 25600),
+    "encode_tiled": (128, 8192),
+    "encode_tiled exact": (128, 9216),
+    "beam_errors": (128, 8192),
+    "beam_select": (128, 32768),
+    "beam_select small": (128, 16384),
+    "distortion": (128, 3072),
+    "distortion exact": (128, 4096),
+    "distortion again": (128, 3072),
+    "quantize": (128, 3072),
+    "quantize_backward": (128, 8192),
+    "distortion_backward": (128, 8192),
+    "joint": (128, 36864),
+    "joint by codewords": (128, 36864),
+    "joint of few lines": (128, 12288),
+    "joint exact": (128, 12288),
+    "products": (128, 36864),
+    "level": (128, 8192),
+    "level again": (128, 8192),
     "level_backward": (128, 4096),
     "squared_errors": (48, 1024),
     "squared_errors_backward": (72, 1024),
@@ -40,6 +48,8 @@ BUDGET = {
     "own_pulls": (64, 1024),
     "scatter": (64, 1024),
 }
+
+SPILLED = {("encode float32 exact", 80): 16}  # bytes a thread; as many registers as it takes would leave 8 warps
 
 
 def check(arch: str, *names: str) -> None:
@@ -52,9 +62,10 @@ def check(arch: str, *names: str) -> None:
     assert rows.keys() == set(names or BUDGET)
     for name, row in rows.items():
         registers, shared = BUDGET[name]
-        assert row["spilled"] == 0, row
+        assert row["spilled"] <= SPILLED.get((name, row["arch"]), 0), row
         assert row["registers"] <= registers, row
         assert row["shared"] <= shared, row
+        assert row["warps"] >= 16, row  # on a multiprocessor at once
 
 
 def test_some_kernels_compile_within_the_budget_and_without_spills():

@@ -10,7 +10,7 @@ from drq_fast import BackendUnavailable, functional
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("x", "codebook", "scale", "offset")
-SHAPES = [(1, 1, 2, 1), (37, 33, 19, 4), (9, 3, 8, 16), (17, 40, 130, 2), (9, 5, 257, 2)]
+SHAPES = [(1, 1, 2, 1), (37, 33, 19, 4), (9, 16, 50, 3), (9, 3, 8, 16), (17, 40, 130, 2), (9, 5, 257, 2)]
 
 
 def run(inputs, backend, dtype=torch.float32, seed=0, **options):
@@ -38,6 +38,14 @@ def assert_agrees(inputs, limit=2e-5, **options):
 @pytest.mark.parametrize(("N", "D", "K", "M"), SHAPES)
 def test_errors_and_gradients(codec, N, D, K, M):
     assert_agrees(codec(N, D, K, M), gamma=1.5)
+
+
+@pytest.mark.parametrize("D", [16, 33])
+def test_large_tiles_of_many_lines(codec, monkeypatch, D):
+    from drq_fast.kernels import distortion
+
+    monkeypatch.setattr(distortion, "_MANY_LINES", 1)
+    assert_agrees(codec(N=37, D=D, K=50, M=4), gamma=1.5)
 
 
 @pytest.mark.slow
@@ -105,9 +113,9 @@ def test_the_same_twice_and_in_parts(codec, monkeypatch, K):
         assert torch.equal(a, b)
     monkeypatch.setattr(distortion, "MAX_SCORES", 1)  # 16 rows at a time
     parts = run(inputs, "triton", gamma=1.0)
-    assert all(torch.equal(a, b) for a, b in zip(first[0], parts[0], strict=True))
-    for a, b in zip(first[2], parts[2], strict=True):
-        assert (a - b).norm() <= 1e-5 * a.norm()
+    assert torch.equal(first[0][0], parts[0][0])
+    for a, b in zip(first[0][1:] + first[2], parts[0][1:] + parts[2], strict=True):
+        assert (a - b).norm() <= 1e-5 * a.norm()  # numpy's products depend on the place of a row
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

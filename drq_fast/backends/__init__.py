@@ -97,7 +97,11 @@ def choose(
 def _module(name: str) -> ModuleType:
     if name == "torch":
         return plain_torch
-    return native if name == "native" else importlib.import_module(".triton", __name__)
+    if name == "native":
+        return native
+    from . import triton  # here, because it needs the package of that name
+
+    return triton
 
 
 def why_not(backend: str, op: str, device: str) -> str | None:
@@ -114,8 +118,15 @@ def why_not(backend: str, op: str, device: str) -> str | None:
     return _why_no_kernels()
 
 
-@functools.cache
 def _why_no_kernels() -> str | None:
+    return _import_problem()
+
+
+_why_no_kernels._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced by torch.compile
+
+
+@functools.cache
+def _import_problem() -> str | None:
     try:
         importlib.import_module("triton")
     except ImportError as error:
@@ -148,11 +159,15 @@ def table(device: str) -> Iterator[tuple[str, str, str]]:
             yield op, *((faster, "") if reason is None else ("torch", f"{faster}: {reason}"))
 
 
-def cannot_compile(codec: Parameters, *inputs: Tensor | None) -> str | None:
-    """Why no compiled code may be used for these inputs, if so."""
+def cannot_compile(codec: Parameters, *inputs: Tensor | None, registered: bool = False) -> str | None:
+    """Why no compiled code may be used for these inputs, if so.
+
+    registered: whether the operation of the Triton backend is one of torch.library, which torch.compile keeps.
+    """
     if _torch.compiler.is_compiling():
-        return "torch.compile cannot trace it"
-    if _torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
+        if not (registered and _takes_triton(codec.device.type)):
+            return "torch.compile cannot trace it"
+    elif _torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0:
         return "torch.func and forward-mode derivatives cannot see through it"
     double = codec.double
     for tensor in inputs:
@@ -160,25 +175,31 @@ def cannot_compile(codec: Parameters, *inputs: Tensor | None) -> str | None:
     return "it computes in float32, and an input is float64" if double else None
 
 
-def cannot_differentiate(codec: Parameters) -> str | None:
-    """Why compiled code without a gradient may not be used with a codec, if so."""
+def _takes_triton(device: str) -> bool:
+    """Whether operations on a type of device are given to Triton, as far as it has them."""
+    wanted = _forced.name or extension.environment("DRQ_FAST_BACKEND")
+    return device == "cuda" if wanted is None else wanted == "triton"
+
+
+def cannot_differentiate(codec: Parameters, registered: bool = False) -> str | None:
+    """Why compiled code without a gradient may not be used with a codec, if so; registered: see `cannot_compile`."""
     if codec.requires_grad and _torch.is_grad_enabled():
         return "it gives no gradient, and an input requires one"
-    return cannot_compile(codec)
+    return cannot_compile(codec, registered=registered)
 
 
 def cannot_quantize(x: Tensor, codec: Parameters, gamma: float | Tensor = 1.0) -> str | None:
     """Why the kernels of the levels may not be used, if so."""
     if isinstance(gamma, Tensor) and gamma.requires_grad:
         return "it gives no gradient of gamma"
-    return (None if x.device.type == "cpu" else _too_many_codewords(codec)) or cannot_compile(codec, x)
+    return (None if x.device.type == "cpu" else _too_many_codewords(codec)) or cannot_compile(codec, x, registered=True)
 
 
 def cannot_encode(x: Tensor, codec: Parameters, beam: int) -> str | None:
     """Why the kernels of greedy codes or of a beam may not be used, if so. On the CPU only a beam needs K x K."""
     on_cpu = x.device.type == "cpu"
     too_many = _too_many_codewords(codec, extension.MAX_BEAM_CODEWORDS if on_cpu else extension.MAX_CODEWORDS)
-    return (None if beam == 1 and on_cpu else too_many) or cannot_compile(codec, x)
+    return (None if beam == 1 and on_cpu else too_many) or cannot_compile(codec, x, registered=True)
 
 
 def cannot_search(query: Tensor, codes: Tensor, codec: Parameters, norms: Tensor | None) -> str | None:

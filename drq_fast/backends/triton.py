@@ -4,41 +4,33 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import checks, devices, modes
-from ..kernels import beam as beams
-from ..kernels import decode as decoding
-from ..kernels import distortion as kernels
-from ..kernels import encode as encoding
-from ..kernels import quantize as quantizing
-from ..kernels import squared
+from . import compiled, passes
 from . import torch as definition
-from .gradients import centred, like_inputs, refuse_second_derivatives
+from .gradients import refuse_second_derivatives
 from .types import CodewordSums, Distortion, Loss, Parameters, Quantized, SquaredErrors
 
 
 def quantize(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Quantized:
     """Soft and hard approximation of x [N, D]: see `backends.torch.quantize`; differentiable once."""
-    with _on(x):
-        if not codec.shared:
-            return definition.quantize(x, codec, gamma, _one_level(gamma, "quantize"))
-        soft, hard, codes = _Quantize.apply(x, *codec.tensors(), _sharpness(gamma, x), _precision("quantize"))
-        shift = 0 if codec.offset is None else codec.offset.float()
-        return Quantized((soft + shift).to(x.dtype), (hard + shift).to(x.dtype), codes)
+    if not codec.shared:
+        return definition.quantize(x, codec, gamma, _one_level(gamma, "quantize"))
+    soft, hard, codes = _quantize(x, *codec.tensors(), _sharpness(gamma, x), _precision("quantize"))
+    shift = 0 if codec.offset is None else codec.offset.float()
+    return Quantized((soft + shift).to(x.dtype), (hard + shift).to(x.dtype), codes)
 
 
 def distortion(x: Tensor, codec: Parameters, gamma: float | Tensor) -> Distortion:
     """The errors of x [N, D] after each of M levels: see `backends.torch.distortion`; differentiable once."""
-    with _on(x):
-        if not codec.shared:
-            return definition.distortion(x, codec, gamma, _one_level(gamma, "distortion"))
-        return Distortion(*_Distortion.apply(x, *codec.tensors(), _sharpness(gamma, x), _precision("distortion")))
+    if not codec.shared:
+        return definition.distortion(x, codec, gamma, _one_level(gamma, "distortion"))
+    apply = compiled.distortion if torch.compiler.is_compiling() else _Distortion.apply
+    return Distortion(*apply(x, *codec.tensors(), _sharpness(gamma, x), _precision("distortion"))[:4])
 
 
 def loss(
@@ -58,63 +50,48 @@ def loss(
 
 def squared_errors(x: Tensor, codec: Parameters, commitment: float) -> SquaredErrors:
     """The squared errors of x [N, D] after each level: see `backends.torch.squared_errors`; differentiable once."""
-    with _on(x):
-        settings = codec.groups, commitment, _precision("squared_errors")
-        return SquaredErrors(*_SquaredErrors.apply(x, *codec.tensors(), *settings))
+    apply = compiled.squared_errors if torch.compiler.is_compiling() else _SquaredErrors.apply
+    return SquaredErrors(*apply(x, *codec.tensors(), codec.groups, commitment, _precision("squared_errors")))
 
 
 @torch.no_grad()
 def codeword_sums(x: Tensor, codes: Tensor, codec: Parameters, weights: Tensor) -> CodewordSums:
     """What a step of k-means adds up for each codeword: see `backends.torch.codeword_sums`; not differentiable."""
-    with _on(x):
-        return CodewordSums(*squared.codeword_sums(x, *codec.tensors(), codec.rows(codes), weights))
+    if torch.compiler.is_compiling():
+        return CodewordSums(*compiled.codeword_sums(x, codes, *codec.tensors(), codec.groups, weights))
+    return passes.codeword_sums(x, codes, codec, weights)
 
 
 @torch.no_grad()
 def encode(x: Tensor, codec: Parameters, beam: int, omega: Tensor | None) -> Tensor:
     """Codes [N, M] of x [N, D], uint8 for K <= 256, else int32: see `backends.torch.encode`."""
-    codebook, scale, offset = codec.tensors()
-    with _on(x):
-        if beam == 1:
-            return _encode_greedy(x, codec, _precision("encode"))
-        options = {"offset": offset, "groups": codec.groups, "precision": _precision("encode")}
-        omega = devices.tensor_of((1.0,) * len(scale), torch.float32, x.device) if omega is None else omega
-        later = definition.still_to_come(omega)
-        return beams.encode_beam(x, codebook, scale, beam=beam, omega=omega, still_to_come=later, **options)
+    if torch.compiler.is_compiling():
+        return compiled.encode(x, *codec.tensors(), codec.groups, beam, omega, _precision("encode"))
+    return passes.encode(x, codec, beam, omega, _precision("encode"))
 
 
-def _encode_greedy(x: Tensor, codec: Parameters, precision: str, dtype: torch.dtype | None = None) -> Tensor:
-    codebook, scale, offset = codec.tensors()
-    if codec.shared:
-        return encoding.encode(x, codebook, scale, offset=offset, precision=precision, dtype=dtype)
-
-    def encode_group(h: Tensor, group: Parameters) -> Tensor:
-        return encoding.encode(h, group.codebook, group.scale, precision=precision, dtype=dtype)
-
-    return definition.encode_by_groups(centred(x, offset), codec, encode_group)
+def decode(codes: Tensor, codec: Parameters) -> Tensor:
+    """The vectors [N, D] that codes [N, L] stand for: see `backends.torch.decode`; not differentiable."""
+    if torch.compiler.is_compiling():
+        L = codes.shape[1]
+        return compiled.decode(codes, codec.codebook, codec.scale, codec.offset, codec.groups[:L])
+    return passes.decode(codes, codec)
 
 
 def _one_level(gamma: float | Tensor, op: str) -> definition.OneLevel:
     """One level by the kernels of `quantize`, for levels that do not share their codewords."""
 
     def level(_: int, h: Tensor, codebook: Tensor, s: Tensor) -> definition.Level:
-        soft, hard, codes = _Quantize.apply(h, codebook, s[None], None, _sharpness(gamma, h), _precision(op))
+        soft, hard, codes = _quantize(h, codebook, s[None], None, _sharpness(gamma, h), _precision(op))
         return definition.Level(codes[:, 0], hard, soft)
 
     return level
 
 
-def decode(codes: Tensor, codec: Parameters) -> Tensor:
-    """The vectors [N, D] that codes [N, L] stand for: see `backends.torch.decode`; not differentiable."""
-    with _on(codes):
-        return decoding.decode(codes if codec.shared else codec.rows(codes), *codec.tensors())
-
-
-@contextmanager
-def _on(tensor: Tensor) -> Iterator[None]:
-    """A context that launches kernels on the device of a tensor and multiplies in float32."""
-    with torch.cuda.device_of(tensor), modes.precise(tensor.device.type):
-        yield
+def _quantize(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    apply = compiled.quantize if torch.compiler.is_compiling() else _Quantize.apply
+    soft, hard, codes, *_ = apply(*inputs)
+    return soft, hard, codes
 
 
 def _sharpness(gamma: float | Tensor, x: Tensor) -> Tensor:
@@ -136,35 +113,21 @@ class _Distortion(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, gamma: Tensor, precision: str
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """(hard, soft, joint, codes int64), [N, M] each; gamma [1]."""
-        codec, h = kernels.codec_of(codebook, scale), centred(x, offset)
-        scores = codec.scores(h)
-        levels = kernels.distortion(h, codec, scores, gamma, precision)
-        ctx.save_for_backward(x, codebook, scale, offset, gamma, scores, *levels)
+        found = passes.distortion(x, Parameters(codebook, scale, offset), gamma, precision)
+        ctx.save_for_backward(x, codebook, scale, offset, gamma, *found[3:])
         ctx.precision = precision
-        ctx.mark_non_differentiable(levels.codes)
-        roots = (levels.residuals.clamp_min(0).sqrt(), levels.soft.clamp_min(0).sqrt())
-        return *roots, levels.joint.clamp_min(0), levels.codes
+        ctx.mark_non_differentiable(found[3])
+        return found[:4]
 
     @staticmethod
     def backward(ctx: Any, dhard: Tensor, dsoft: Tensor, djoint: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, codebook, scale and offset."""
         refuse_second_derivatives("distortion", "triton")
-        x, codebook, scale, offset, gamma, scores, *columns = ctx.saved_tensors
-        with _on(x):
-            gradients = kernels.distortion_backward(
-                centred(x, offset),
-                kernels.codec_of(codebook, scale),
-                scores,
-                gamma,
-                kernels.Levels(*columns),
-                dhard,
-                dsoft,
-                djoint,
-                ctx.precision,
-            )
-        return *like_inputs(gradients, x, codebook, scale, offset), None, None
+        x, codebook, scale, offset, gamma, *kept = ctx.saved_tensors
+        inputs = x, Parameters(codebook, scale, offset), gamma, ctx.precision, tuple(kept)
+        return *passes.distortion_backward(*inputs, (dhard, dsoft, djoint)), None, None
 
 
 class _Quantize(torch.autograd.Function):
@@ -173,26 +136,21 @@ class _Quantize(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, codebook: Tensor, scale: Tensor, offset: Tensor | None, gamma: Tensor, precision: str
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         """(soft [N, D], hard [N, D], codes [N, M] int64); gamma [1]."""
-        codec, h = kernels.codec_of(codebook, scale), centred(x, offset)
-        scores = codec.scores(h)
-        choices = quantizing.choose(h, codec, scores, gamma, precision)
-        ctx.save_for_backward(x, codebook, scale, offset, gamma, scores, *choices)
+        found = passes.quantize(x, Parameters(codebook, scale, offset), gamma, precision)
+        ctx.save_for_backward(x, codebook, scale, offset, gamma, *found[2:])
         ctx.precision = precision
-        ctx.mark_non_differentiable(choices.codes)
-        return *quantizing.approximations(codec, choices), choices.codes
+        ctx.mark_non_differentiable(found[2])
+        return found[:3]
 
     @staticmethod
     def backward(ctx: Any, dsoft: Tensor, dhard: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, codebook, scale and offset."""
         refuse_second_derivatives("quantize", "triton")
-        x, codebook, scale, offset, gamma, scores, *columns = ctx.saved_tensors
-        with _on(x):
-            codec, choices = kernels.codec_of(codebook, scale), quantizing.Choices(*columns)
-            inputs = (centred(x, offset), codec, scores, gamma, choices)
-            gradients = quantizing.quantize_backward(*inputs, dsoft, dhard, ctx.precision)
-        return *like_inputs(gradients, x, codebook, scale, offset), None, None
+        x, codebook, scale, offset, gamma, *kept = ctx.saved_tensors
+        inputs = x, Parameters(codebook, scale, offset), gamma, ctx.precision, tuple(kept)
+        return *passes.quantize_backward(*inputs, (dsoft, dhard)), None, None
 
 
 class _SquaredErrors(torch.autograd.Function):
@@ -210,15 +168,12 @@ class _SquaredErrors(torch.autograd.Function):
         precision: str,
     ) -> tuple[Tensor, Tensor]:
         """(errors [N, M], codes [N, M] int64)."""
-        codec = Parameters(codebook, scale, offset, groups)
-        codes = _encode_greedy(x, codec, precision, torch.int64)
-        chosen = codec.rows(codes)
-        errors = squared.squared_errors(x, codebook, scale, offset, chosen)
-        ctx.save_for_backward(x, codebook, scale, offset, chosen)
-        ctx.commitment = commitment
+        errors, codes = passes.squared_errors(x, Parameters(codebook, scale, offset, groups), commitment, precision)
+        ctx.save_for_backward(x, codebook, scale, offset, codes)
+        ctx.groups, ctx.commitment = groups, commitment
         ctx.mark_non_differentiable(codes)
         ctx.set_materialize_grads(False)  # no zeros for the codes
-        return errors.mul_(1 + commitment), codes
+        return errors, codes
 
     @staticmethod
     def backward(ctx: Any, derrors: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -226,9 +181,6 @@ class _SquaredErrors(torch.autograd.Function):
         refuse_second_derivatives("squared_errors", "triton")
         if derrors is None:
             return (None,) * 7
-        x, codebook, scale, offset, chosen = ctx.saved_tensors
-        with _on(x):
-            by_row, dcodebook, dscale = squared.squared_errors_backward(x, codebook, scale, offset, chosen, derrors)
-            doffset = None if offset is None else by_row.sum(dim=0).to(offset.dtype)
-            dx = by_row.mul_(-ctx.commitment).to(x.dtype)
-        return dx, dcodebook.to(codebook.dtype), dscale.to(scale.dtype), doffset, None, None, None
+        x, codebook, scale, offset, codes = ctx.saved_tensors
+        codec = Parameters(codebook, scale, offset, ctx.groups)
+        return *passes.squared_errors_backward(x, codec, ctx.commitment, codes, derrors), None, None, None
