@@ -99,7 +99,8 @@ def test_wrong_arguments():
         UserWarning, match="class 0 has only 10 images left for 500 training images, and 9 more classes "
     ):
         split("imagenet100-2", CIFAR[:200], list_number=(torch.arange(200) >= 100).long(), train=500)
-    with pytest.raises(ValueError, match=r"query must be .*, got 500 queries and 5 training images of 500 items by protocol nuswide-2 \("):
+    expected = r"query must be .*, got 500 queries and 5 training images of 500 items by protocol nuswide-2 \("
+    with pytest.raises(ValueError, match=expected):
         split("nuswide-2", CIFAR[:500], train=5, query=500)
     assert {rule.R for rule in PROTOCOLS.values()} == {5000, 54000}
     with pytest.raises(ValueError, match=r"^split: labels must be bool \[N, C\], got torch.int64 \[60000\]\.$"):
