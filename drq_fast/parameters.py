@@ -13,6 +13,7 @@ from .backends.types import Parameters, powers_of
 
 _AVERAGES = ("codebook", "w", "free_scale", "offset")  # what update="ema" changes, as far as the layer has it
 LEVELS = "_levels"  # in a state dict, where no shape tells the number of levels if they share a scale
+CODEBOOKS = "_codebooks"  # there as well, unless it is 1: G codebooks of K rows have the shape of one of G * K
 _MAX_LEVELS = 1 << 16  # that a file may claim
 _STATE = ("_mass", "_gain", "_batches", *(f"_{name}_change" for name in _AVERAGES))
 
@@ -141,11 +142,17 @@ class LayerParameters(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + LEVELS] = torch.tensor(self.levels)
+        if self.codebooks > 1:
+            destination[prefix + CODEBOOKS] = torch.tensor(self.codebooks)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         levels = int(state_dict.pop(prefix + LEVELS, self.levels))  # older versions have none
         if levels != self.levels:
             checks.fail("load_state_dict", "levels", f"{self.levels}, as in this layer", levels)
+        default = 1 if prefix + "codebook" in state_dict else self.codebooks  # a state may have no codebook
+        codebooks = int(state_dict.pop(prefix + CODEBOOKS, default))
+        if codebooks != self.codebooks:
+            checks.fail("load_state_dict", "codebooks", f"{self.codebooks}, as in this layer", codebooks)
         for name in _STATE:  # older versions have none, nor have layers with the other `update`
             if getattr(self, name) is None:
                 state_dict.pop(prefix + name, None)

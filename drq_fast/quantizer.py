@@ -16,7 +16,7 @@ from . import fit as fitting
 from .backends.types import Parameters
 from .codec import Array, Codec
 from .codes import bits
-from .parameters import LEVELS, LayerParameters, check_sizes
+from .parameters import CODEBOOKS, LEVELS, LayerParameters, check_sizes
 from .pretrained import Pretrained
 
 # gamma = GAMMA_C / mean gap between the best and the second best distance (docs/math.md, section 2). By
@@ -408,7 +408,8 @@ class RecurrentQuantizer(LayerParameters, Pretrained):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes parameters and constructor arguments to a safetensors file, atomically."""
         self.require_initialised("save")
-        tensors = {name: tensor for name, tensor in self.state_dict().items() if name != LEVELS}  # the config has them
+        in_config = (LEVELS, CODEBOOKS)
+        tensors = {name: tensor for name, tensor in self.state_dict().items() if name not in in_config}
         for name, tensor in tensors.items():
             checks.finite("save", name, tensor)
         files.write(path, "quantizer", tensors, self._config())
@@ -422,7 +423,7 @@ class RecurrentQuantizer(LayerParameters, Pretrained):
             with files.describing(path, "a quantizer"):
                 check_sizes(tensors, config)  # before anything of these sizes is allocated
                 layer = cls(**config).to(tensors["codebook"].dtype)
-                layer.load_state_dict(tensors)
+                layer.load_state_dict({**tensors, CODEBOOKS: torch.tensor(layer.codebooks)})
                 for name, tensor in tensors.items():
                     checks.finite("load", name, tensor)
                 checks.gamma_value("load", layer.gamma)

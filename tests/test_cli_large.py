@@ -7,11 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from patience import wait_until
 
 N, D, QUERIES = 10_000_000, 64, 100
 LIMIT = 2_000_000_000  # bytes
@@ -56,9 +56,7 @@ def test_ten_million_vectors(tmp_path):
 
     killed = subprocess.Popen([sys.executable, "-m", "drq_fast", "encode", "run", "x.npy"], cwd=tmp_path)
     state = tmp_path / "run/codes.partial.json"
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and (not state.exists() or json.loads(state.read_text())["done"] < N // 3):
-        time.sleep(0.05)
+    wait_until(lambda: state.exists() and json.loads(state.read_text())["done"] >= N // 3)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     assert not (tmp_path / "run/codes.npy").exists()

@@ -62,7 +62,7 @@ def test_cifar10_python(tmp_path):
 
 def test_cifar10_with_names_that_are_not_text(binary):
     (binary / "batches.meta.txt").write_bytes(b"airplane\xff")
-    with pytest.raises(FileError, match=r"batches.meta.txt cannot be read \('utf-8' codec"):
+    with pytest.raises(FileError, match=r"batches.meta.txt is not a text file\.$"):
         datasets.cifar10(binary)
 
 
@@ -225,6 +225,12 @@ def test_lists_that_are_not_right(tmp_path, text, classes, message):
     (tmp_path / "list.txt").write_text(text)
     with pytest.raises(FileError, match=message):
         datasets.image_list(tmp_path / "list.txt", classes=classes)
+
+
+def test_an_image_is_no_list_of_images(tmp_path):
+    (tmp_path / "photo.png").write_bytes(b"\x89PNG")
+    with pytest.raises(FileError, match=r"photo.png is not a text file that lists images\.$"):
+        datasets.image_list(tmp_path / "photo.png")
 
 
 def test_features(tmp_path):

@@ -28,10 +28,10 @@ def command(*arguments: object) -> None:
     assert cli.main([str(argument) for argument in arguments]) == 0
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 1) -> str:
     """The only line that a refused command prints."""
     capsys.readouterr()
-    assert cli.main([str(argument) for argument in arguments]) == 1
+    assert cli.main([str(argument) for argument in arguments]) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.count("\n") == 1
@@ -206,8 +206,8 @@ def test_filters_and_index_files(here, made, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["ids"] == [[3]]
     assert len(found["found"][0]) == 1
-    line = refused(capsys, "search", here / "run" / "index.drq", query_files(made)[0])
-    expected = "a run must be given for images, because its network embeds them, got "
+    line = refused(capsys, "search", here / "run" / "index.drq", query_files(made)[0], code=2)
+    expected = "folder must be that of a run, whose network embeds images, got "
     assert line == f"drq-fast search: {expected}{here / 'run' / 'index.drq'}, a file."
 
 

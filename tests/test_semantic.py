@@ -293,6 +293,7 @@ def test_from_the_shell(shell):
     assert "3,007 unique ids" in shell.ok("ids", "run", "--out", "more.json")
     assert "--out must be a .json or .parquet file, got a.txt" in shell.refused("ids", "run", "--out", "a.txt", code=2)
     np.save("narrow.npy", np.zeros((2, 3), dtype=np.float32))
+    assert "vectors must be given with --add, got none" in shell.refused("ids", "run", "--add", code=2)
     assert "vectors must be of 16 dimensions" in shell.refused("ids", "run", "narrow.npy", "--add", code=2)
     shell.ok("fit", "run", "x.npy", *shell.FIT, "--force")
     assert not Path("run/ids.drq").exists()

@@ -60,6 +60,24 @@ def test_a_state_dict_of_other_levels_is_refused(tmp_path):
     assert RecurrentQuantizer.load(tmp_path / "a.drq").levels == 4
 
 
+def test_a_state_dict_of_other_codebooks_is_refused(tmp_path):
+    one, four = RecurrentQuantizer(6, 64, 4), RecurrentQuantizer(6, 16, 4, codebooks=4)
+    four.initialise(data())
+    assert one.codebook.shape == four.codebook.shape
+    with pytest.raises(ValueError, match=r"^load_state_dict: codebooks must be 1, as in this layer, got 4\.$"):
+        one.load_state_dict(four.state_dict())
+    assert not one.initialised
+    one.initialise(data())
+    with pytest.raises(ValueError, match=r"^load_state_dict: codebooks must be 4, as in this layer, got 1\.$"):
+        four.load_state_dict(one.state_dict())
+    again = RecurrentQuantizer(6, 16, 4, codebooks=4)
+    again.load_state_dict(four.state_dict())
+    again.load_state_dict({}, strict=False)
+    assert torch.equal(again.codebook, four.codebook)
+    four.save(tmp_path / "a.drq")
+    assert torch.equal(RecurrentQuantizer.load(tmp_path / "a.drq").codebook, four.codebook)
+
+
 def test_channels_that_are_not_last_get_a_hint():
     layer = RecurrentQuantizer(6, 16, 3)
     layer.initialise(data())

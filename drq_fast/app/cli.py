@@ -51,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = _without_function(" ".join(str(error).partition("\nException raised")[0].split()))
         wrong = re.match(r"\w+(?= must be )", message)  # the form of `checks.fail`
         if wrong and wrong[0] in shown:
-            return _failed(f"{name}: {shown[wrong[0]]}{message[wrong.end() :]}", 2)
+            code = 1 if wrong[0] == "x" else 2  # x: the numbers in files, which no option can mend
+            return _failed(f"{name}: {shown[wrong[0]]}{message[wrong.end() :]}", code)
         return _failed(f"{name}: {message or type(error).__name__}", 1)
 
 

@@ -26,7 +26,7 @@ from . import info as information
 from . import metrics as measures
 from .description import counted, describe, table
 from .images import ImageQueries, is_images
-from .indexes import Result, index_file, same_dim
+from .indexes import Result, index_file, same_dim, writable
 from .indexes import add as add
 from .indexes import build as build
 from .indexes import remove as remove
@@ -134,6 +134,9 @@ def search(options: argparse.Namespace) -> Result:
         checks.fail("search", "queries", "a file of vectors or images", "none")
     target = None if options.out is None else Path(options.out)
     if target is not None:
+        if target.suffix != ".npz":
+            checks.fail("search", "out", "a .npz file", options.out)
+        writable("search", target)
         vacant(target, options.force)
     queries = VectorFiles([path]) if images is None else images
     made = Index.load(index)
@@ -183,7 +186,10 @@ def ids(options: argparse.Namespace) -> Result:
     if target is not None:
         if target.suffix not in (".json", ".parquet"):
             checks.fail("ids", "out", "a .json or .parquet file", options.out)
+        writable("ids", target)
         vacant(target, options.force)
+    if options.add and not options.vectors:
+        checks.fail("ids", "vectors", "given with --add", "none")
     if options.add or not options.vectors:
         run.need(run.ids, f"`drq-fast ids {run.folder} FILE.npy`")
     else:

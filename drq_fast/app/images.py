@@ -30,7 +30,7 @@ class ImageQueries:
 
     def __init__(self, run: Run, path: Path) -> None:
         if run.folder.is_file():
-            checks.fail("search", "a run", "given for images, because its network embeds them", f"{run.folder}, a file")
+            checks.fail("search", "folder", "that of a run, whose network embeds images", f"{run.folder}, a file")
         self.run, self.paths = run, image_paths(path)
         self.embedder = Embedder.load(run.folder)
         self.dim = self.embedder.model.quantizer.dim

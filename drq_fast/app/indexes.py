@@ -52,6 +52,7 @@ def build(options: argparse.Namespace) -> Result:
 
 def tune(options: argparse.Namespace) -> Result:
     """`drq-fast tune`."""
+    index_file("tune", options.index)  # first, because it finds swapped arguments
     plot, queries = _figure("tune", options), VectorFiles([options.queries])
     with _changing("tune", options.index) as (path, made):
         same_dim("tune", "queries", queries, made)
@@ -66,6 +67,7 @@ def tune(options: argparse.Namespace) -> Result:
 
 def add(options: argparse.Namespace) -> Result:
     """`drq-fast add`."""
+    index_file("add", options.folder)  # first, because it finds swapped arguments
     vectors, given = VectorFiles(options.vectors), None
     if options.ids is not None:
         given = checked_ids("add", files.read_array("add", options.ids), torch.device("cpu"))
@@ -87,6 +89,7 @@ def add(options: argparse.Namespace) -> Result:
 
 def remove(options: argparse.Namespace) -> Result:
     """`drq-fast remove`."""
+    index_file("remove", options.folder)  # first, because it finds swapped arguments
     unwanted = files.read_array("remove", options.ids)
     with _changing("remove", options.folder) as (path, made):
         made.remove(unwanted)
@@ -112,7 +115,7 @@ def _changing(op: str, name: str) -> Iterator[tuple[Path, Index]]:
 @contextmanager
 def _locked(op: str, path: Path) -> Iterator[None]:
     """The same for a file alone: the lock is that of the file which will be replaced."""
-    _writable(op, path)
+    writable(op, path)
     with files.open_regular(path) as file:
         lock(file, path)
         if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
@@ -151,13 +154,13 @@ def _may_be_index(op: str, path: Path) -> None:
     except OSError:
         return  # reading the index says why
     if start[8:] != b"{":
-        hint = " (INDEX comes first, then vectors)" if start.startswith(b"\x93NUMPY") else ""
+        hint = " (INDEX comes first)" if start.startswith(b"\x93NUMPY") else ""
         raise FileError(f"{op}: {path} is not an index of drq-fast{hint}.")
 
 
 def _replaceable(path: Path, force: bool) -> None:
     """Raises an error if an index cannot be written to `path` or a file is there; `force` replaces only an index."""
-    _writable("build", path)
+    writable("build", path)
     vacant(path, force)
     if os.path.lexists(path):
         try:
@@ -166,7 +169,7 @@ def _replaceable(path: Path, force: bool) -> None:
             raise FileError(f"build: {path} is not an index, so it is not replaced.") from error
 
 
-def _writable(op: str, path: Path) -> None:
+def writable(op: str, path: Path) -> None:
     """Raises OSError if a file cannot be written to `path`, before work begins whose result would be lost."""
     if path.is_dir():
         raise IsADirectoryError(f"{op}: {path} cannot be written: it is a folder.")
@@ -185,7 +188,7 @@ def _figure(op: str, options: argparse.Namespace) -> Path | None:
     if path.suffix not in (".svg", ".png"):
         checks.fail(op, "plot", "a .svg or .png file", options.plot)
     need_packages(op, "matplotlib")
-    _writable(op, path)
+    writable(op, path)
     vacant(path, options.force)
     return path
 

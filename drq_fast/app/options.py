@@ -236,13 +236,14 @@ def _search(add: Any) -> None:
         "search vectors.drq queries.npy -k 5 --recall 0.95 --out found.npz\n  drq-fast search run photo.png",
         on="RUN|INDEX",
     )
-    text = "numbers [Q, D] in a .npy, an image, or a folder with images, also in subfolders (default: a trained run's)"
+    text = "numbers [Q, D] in a .npy, an image, or a folder of images (default: the queries of a trained run)"
     parser.add_argument("queries", nargs="?", metavar="FILE", help=text)
     _number(parser, "-k", 10, "results per query")
     _number(parser, "--bits", None, "use only the first bits of every code (default: all)")
     text = "take the cheapest --probes and --refine that found this share of the true neighbours, 0 to 1, when measured"
     parser.add_argument("--recall", type=float, metavar="float", help=text)
-    _number(parser, "--probes", None, "look at so many inverted lists (default: a sixteenth of them, at least 16)")
+    text = "look at so many inverted lists (default: a sixteenth of them, at least 16; all of them with --keep)"
+    _number(parser, "--probes", None, text)
     text = "score so many of the best by codes again by the vectors of the index, or of --vectors (default: none)"
     _number(parser, "--refine", None, text)
     text = "numbers [N, D] for --refine: row i is the vector of id i (default: the vectors that the index keeps)"

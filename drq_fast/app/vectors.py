@@ -64,8 +64,10 @@ class VectorFiles:
         """x [n, D] as a tensor; rows [n] are the row numbers for the error message."""
         wrong = np.flatnonzero(~np.isfinite(x).all(axis=1))
         if len(wrong):
-            names = ", ".join(str(file.path) for file in self.files)
-            raise FileError(f"vectors: row {rows[wrong[0]]} of {names} is not finite in float32.")
+            row = int(rows[wrong[0]])
+            number = int(np.searchsorted(self.ends, row, side="right"))
+            file, end = self.files[number], int(self.ends[number])
+            raise FileError(f"vectors: row {row - (end - file.rows)} of {file.path} is not finite in float32.")
         return torch.from_numpy(x)
 
 

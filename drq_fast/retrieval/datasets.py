@@ -343,7 +343,7 @@ class _Line(NamedTuple):
 def _lines(number: int, file: Path) -> list[_Line]:
     """All non-empty lines."""
     lines = []
-    for place, line in enumerate(_text(file).splitlines(), 1):
+    for place, line in enumerate(_text(file, "a text file that lists images").splitlines(), 1):
         fields = line.split()
         if not fields:
             continue
@@ -356,11 +356,13 @@ def _lines(number: int, file: Path) -> list[_Line]:
     return lines
 
 
-def _text(file: Path) -> str:
+def _text(file: Path, kind: str = "a text file") -> str:
     try:
         return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise FileError(f"datasets: {file} cannot be read ({error}).") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"datasets: {file} is not {kind}.") from error
 
 
 def _decode(path: Any, size: int) -> Tensor:
