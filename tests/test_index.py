@@ -6,6 +6,7 @@ import copy
 import pickle
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from drq_fast import Index, RecurrentQuantizer, functional
+from drq_fast import Codec, Index, RecurrentQuantizer, functional
 from drq_fast import index as index_module
 
 METRICS = ["l2", "ip", "cosine"]
@@ -490,3 +491,17 @@ def test_arrays_with_negative_strides():
     assert index.search(np.ones((1, 2), "f4")[::-1], k=1).ids.tolist() == [[0]]
     index.remove(np.array([1])[::-1])
     assert index.ids.tolist() == [0, 2]
+
+
+def test_cosine_of_a_codec_that_encodes_lengths_warns_at_the_first_add():
+    unit = torch.nn.functional.normalize(X, dim=1)
+    with pytest.warns(UserWarning, match="^add: the vectors differ in length, which a cosine ignores and this codec "):
+        index = Index(LAYER, "cosine")
+        index.add(X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        index.add(X)  # said once
+        Index(LAYER, "cosine").add(unit)
+        Index(LAYER, "l2").add(X)
+        codec = Codec(*LAYER.codec().tensors(), unit=True)
+        Index(codec, "cosine").add(X)

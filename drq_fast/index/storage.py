@@ -6,6 +6,7 @@ import copy
 import operator
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -328,6 +329,8 @@ class Storage:
         """What is stored for vectors x [N, dim], which are checked; first: the number of the first row in an error."""
         values = self._vectors(op, "x", x)
         checks.finite(op, "x", values, torch.float32, range(first, first + len(values)))
+        if self.metric == "cosine" and not self.codec.unit and self._rows.size == 0:
+            _warn_of_lengths(op, values)
         kept = self._rows.content.stored()
         with torch.no_grad(), modes.plain(self.device):
             coded = (
@@ -375,3 +378,11 @@ class Storage:
         """Puts all rows in the order of their lists."""
         with self._lock, modes.plain(self.device):
             self._set_rows(self._in_memory("search").in_lists())
+
+
+def _warn_of_lengths(op: str, x: Tensor) -> None:
+    """Warns if a codec spends bits on the lengths of x [N, dim], which a cosine ignores; judged by the first rows."""
+    lengths = torch.linalg.vector_norm(x[:1000].float(), dim=1)
+    if len(lengths) and float(lengths.max()) > 1.1 * float(lengths.min()):
+        text = "the vectors differ in length, which a cosine ignores and this codec encodes; fit to and add vectors"
+        warnings.warn(f'{op}: {text} of length 1, or use Index.build(x, metric="cosine").', stacklevel=4)
