@@ -495,8 +495,8 @@ def test_arrays_with_negative_strides():
 
 def test_cosine_of_a_codec_that_encodes_lengths_warns_at_the_first_add():
     unit = torch.nn.functional.normalize(X, dim=1)
+    index = Index(LAYER, "cosine")
     with pytest.warns(UserWarning, match="^add: the vectors differ in length, which a cosine ignores and this codec "):
-        index = Index(LAYER, "cosine")
         index.add(X)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
