@@ -17,7 +17,7 @@ from . import checks, functional, refit
 from .backends.torch import FLOOR
 from .backends.types import Parameters, powers_of
 from .blocks import Blocks, Calls
-from .constants import ROUNDS, ROUNDS_APART
+from .constants import ROUNDS, ROUNDS_APART, ROUNDS_LARGE
 from .sampling import sample as sample
 from .sampling import sample_rows as sample_rows
 from .sampling import seeded as seeded
@@ -135,7 +135,7 @@ def fit(
     if not codewords < N:  # an exact fit exists
         spread = torch.zeros_like(spread)
     level_weights, groups = tuple(weights.tolist()), checks.groups("fit", codebooks, levels)
-    rounds = default_rounds(groups[-1] + 1) if rounds is None else rounds
+    rounds = default_rounds(codewords, groups[-1] + 1) if rounds is None else rounds
     scale = variance.new_tensor([0.7**power for power in powers_of(groups)])
     codebook = _start(data, N, codewords, groups, scale, generator)
     best, best_cost = Fitted(codebook, scale, mean, (1.0,) * levels), float("inf")
@@ -236,8 +236,10 @@ def _width(step: int, rounds: int, beam: int) -> int:
     return 1 if step < 0.9 * rounds else min(beam, 4) if step < 0.95 * rounds else beam
 
 
-def default_rounds(codebooks: int) -> int:
+def default_rounds(codewords: int, codebooks: int) -> int:
     """How many rounds a fit has where the user does not say."""
+    if codewords > 8192:
+        return ROUNDS_LARGE
     return ROUNDS if codebooks == 1 else ROUNDS_APART
 
 

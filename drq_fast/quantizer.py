@@ -289,10 +289,10 @@ class RecurrentQuantizer(LayerParameters, Pretrained):
         """Fits offset, codebook and scale to x without labels; returns the relative squared error of every length.
 
         x: [..., dim], a tensor, an array or memory map, or an iterable of such batches. `sample` vectors of x are drawn
-        and used; the default is 65,536 or 256 per codeword, whichever is more. rounds: by default 120, or 80 with
-        several codebooks. Errors are those of the sample, relative to the offset alone. The layer's `level_weights`
-        weight the prefix lengths; without them the full length has weight 1, the shortest 0.16 and the others 0.1. On
-        Ctrl-C the best codec so far is kept, if a round is complete.
+        and used; the default is 65,536 or 256 per codeword, whichever is more. rounds: by default 120, 80 with
+        several codebooks, 16 above 8192 codewords. Errors are those of the sample, relative to the offset alone. The
+        layer's `level_weights` weight the prefix lengths; without them the full length has weight 1, the shortest 0.16
+        and the others 0.1. On Ctrl-C the best codec so far is kept, if a round is complete.
 
         >>> errors = layer.fit(np.load("embeddings.npy", mmap_mode="r"))
         """

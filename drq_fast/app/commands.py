@@ -59,7 +59,7 @@ def fit(options: argparse.Namespace) -> Result:
     run.not_trained()
     run.all_vacant(options.force)
     if options.rounds is None:
-        options.rounds = default_rounds(layer.codebooks)
+        options.rounds = default_rounds(layer.codewords, layer.codebooks)
     default = sample_size(layer.codewords)
     sample = default if options.sample is None else checks.integer("fit", "sample", options.sample, 1)
     x = sample_of("fit", vectors, sample, seeded(seed))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..constants import METRICS, ROUNDS, ROUNDS_APART, VECTORS
+from ..constants import METRICS, ROUNDS, ROUNDS_APART, ROUNDS_LARGE, VECTORS
 from ..retrieval.settings import ABLATIONS, FOR_FEATURES, FOR_IMAGES, MINING, PROTOCOLS, SCHEDULES, Config, Settings
 
 _CHOICES = {
@@ -193,8 +193,8 @@ def _fit(add: Any) -> None:
     _number(parser, "--codewords", 256, "codewords K in a codebook")
     _number(parser, "--levels", 4, "levels M: rounds of quantization")
     _number(parser, "--codebooks", 1, _CODEBOOKS)
-    several = f"(default: {ROUNDS}, or {ROUNDS_APART} with several codebooks)"
-    _number(parser, "--rounds", None, f"rounds of fitting {several}")
+    rounds = f"{ROUNDS}, or {ROUNDS_APART} with several codebooks, or {ROUNDS_LARGE} above 8192 codewords"
+    _number(parser, "--rounds", None, f"rounds of fitting (default: {rounds})")
     _number(parser, "--beam", 16, "beam width of the encoder in the last rounds of fitting")
     _number(parser, "--sample", None, "vectors in the sample (default: 65,536, or 256 per codeword if that is more)")
     _number(parser, "--seed", 0, "seed of sample and fit")
