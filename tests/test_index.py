@@ -449,7 +449,7 @@ def test_bad_values_change_nothing(call, message):
         (lambda i: i.add(X > 0), "add: x must be floats or integers, got bool."),
         (lambda i: i.add(X.cfloat()), "add: x must be floats or integers, got complex64."),
         (lambda i: i.add([["a"]]), "add: x must be numbers in lists of equal length, got others."),
-        (lambda i: i.add(np.array([["a"]])), "add: x must be an array that torch can read, got <U1"),
+        (lambda i: i.add(np.array([["a"]])), "add: x must be an array of numbers that torch can read, got <U1."),
         (lambda i: i.add(X[:1], ids=torch.tensor([0.5])), "add: ids must be integers, got float32."),
         (lambda i: i.add(X[:1], ids=[9.7]), "add: ids must be integers, got float64."),
         (lambda i: i.add(X[:1], ids=[True]), "add: ids must be integers, got bool."),
