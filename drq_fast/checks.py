@@ -295,8 +295,8 @@ def _from_numpy(op: str, name: str, value: np.ndarray) -> Tensor:
         value = value.astype(value.dtype.newbyteorder("="), order="C", copy=True)
     try:
         return torch.from_numpy(value if value.flags.writeable else np.asarray(_Writable(value)))
-    except (TypeError, ValueError) as error:
-        fail(op, name, "an array that torch can read", f"{value.dtype} ({error})", error=TypeError)
+    except (TypeError, ValueError):
+        fail(op, name, "an array of numbers that torch can read", value.dtype, error=TypeError)
 
 
 def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
