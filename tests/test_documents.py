@@ -70,7 +70,7 @@ def test_few_embeddings_are_searched_exactly(x):
 def test_lengths_do_not_matter_to_cosine(x):
     """Nothing is encoded yet, and `fit` encodes directions: there is nothing to warn of."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", ".*differ in length")
         store = filled(x * np.geomspace(0.1, 10, N, dtype=np.float32)[:, None], bits=16)
         assert ids_of(store.search(x[3], 7)) == nearest(x, x[3], 7)[0]
         store.fit()
