@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import threading
@@ -186,6 +188,17 @@ def test_files(x, tmp_path, fit_at, mmap):
     assert again.index.ids.max() == N + 1  # the number of the removed one is not given out again
     assert len(list((tmp_path / "folder").iterdir())) == 2  # the earlier index is gone
     assert len(Documents.load(tmp_path / "folder" / "texts.jsonl")) == N + 1
+
+
+@pytest.mark.parametrize("fit_at", [None, N])
+def test_copies(x, fit_at):
+    store = filled(x, bits=16, fit_at=fit_at)
+    for again in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        assert again.search(x[5], 9) == store.search(x[5], 9)
+        again.remove(["id5"])
+        again.upsert(records(1, N), x[:1])
+        assert len(again) == N
+        assert "id5" in store
 
 
 def test_an_empty_store_can_be_saved(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -77,6 +78,14 @@ class Documents:
 
     def __contains__(self, id: object) -> bool:
         return id in self._numbers
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            copies = {name: copy.copy(self.__dict__[name]) for name in ("_index", "_records", "_numbers")}
+            return {name: value for name, value in self.__dict__.items() if name != "_lock"} | copies
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
 
     @property
     def index(self) -> Index | None:
@@ -326,12 +335,12 @@ def _checked(record: Record) -> Record:
         if not isinstance(value, str):
             checks.fail("add", name, "strings", type(value).__name__, error=TypeError)
     try:
-        copy = json.loads(json.dumps(metadata, allow_nan=False))
+        plain = json.loads(json.dumps(metadata, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         checks.fail("add", f"metadata of {id!r}", "JSON", f"something else ({error})", error=TypeError)
-    if not isinstance(copy, dict):
+    if not isinstance(plain, dict):
         checks.fail("add", f"metadata of {id!r}", "a dict", type(metadata).__name__, error=TypeError)
-    return Record(id, text, copy)
+    return Record(id, text, plain)
 
 
 def _as_array(op: str, embeddings: Any) -> np.ndarray:
