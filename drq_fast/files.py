@@ -28,7 +28,7 @@ from .backends.native import extension
 fcntl: Any
 try:
     import fcntl
-except ImportError:  # On Windows temporary folders are not locked, and remains of killed processes stay.
+except ImportError:  # Windows opens no folders: none is locked or synced, and remains of killed processes stay.
     fcntl = None
 
 # Format version by kind of file; older versions can be read. Version 1 had BLAKE2b checksums of all bytes, version 2
@@ -220,8 +220,21 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
         os.close(lock)
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A context that one process at a time is in; where the file system has no locks, any number of them."""
+    if fcntl is None:
+        yield
+        return
+    with _handle(folder) as handle:
+        _flock(handle, wait=True)
+        yield
+
+
 def remove_remains(folder: Path) -> None:
     """Deletes temporary folders of killed processes: those whose lock nobody holds."""
+    if fcntl is None:
+        return
     with suppress(OSError):
         found = [entry.path for entry in os.scandir(folder) if TEMPORARY.fullmatch(entry.name)]
         for path in found:
@@ -325,7 +338,7 @@ def _locked_folder(parent: Path) -> tuple[Path, int]:
         folder = parent / f".drq_fast-{secrets.token_hex(8)}.tmp"
         folder.mkdir()
         with suppress(FileNotFoundError):  # `remove_remains` of another process deleted it before it was locked
-            lock = os.open(folder, os.O_RDONLY)
+            lock = os.open(os.devnull if fcntl is None else folder, os.O_RDONLY)
             _flock(lock, wait=True)
             if folder.exists():
                 return folder, lock
@@ -378,8 +391,9 @@ def _same_kind(error: OSError, message: str) -> OSError:
 
 
 def _sync(path: Path) -> None:
-    with _handle(path) as handle:
-        os.fsync(handle)
+    if fcntl is not None:
+        with _handle(path) as handle:
+            os.fsync(handle)
 
 
 @contextmanager

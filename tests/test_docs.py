@@ -163,6 +163,7 @@ def test_the_site_is_built_without_a_warning_and_loads_nothing_from_elsewhere(tm
         assert not loaded, (name, loaded)
     assert 'id="drq_fast.Index.search"' in made["reference/index_.html"]
     assert "<strong>metric</strong>" in made["reference/index_.html"]
+    assert 'id="drq_fast.interop.ray.fit.fit"' in made["reference/interop.html"]  # a function named like its module
     assert "&lt;h_m, C_k&gt;" in made["math.html"]
     assert "\n    metric: str = " in re.sub(r"<[^>]*>", "", made["reference/index_.html"])  # a line for each argument
     assert ">>>" not in re.sub(r"<[^>]*>", "", made["reference/functional.html"])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import subprocess
 import sys
 import threading
+import warnings
 
 import numpy as np
 import pytest
@@ -64,6 +67,16 @@ def test_few_embeddings_are_searched_exactly(x):
         np.testing.assert_allclose([score for _, score in found], scores, atol=1e-6)
     assert found[0][0] == records(N)[int(ids[0][2:])]
     assert len(store.search(x[0], 1000)) == N
+
+
+def test_lengths_do_not_matter_to_cosine(x):
+    """Nothing is encoded yet, and `fit` encodes directions: there is nothing to warn of."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*differ in length")
+        store = filled(x * np.geomspace(0.1, 10, N, dtype=np.float32)[:, None], bits=16)
+        assert ids_of(store.search(x[3], 7)) == nearest(x, x[3], 7)[0]
+        store.fit()
+    assert store.index.codec.unit
 
 
 @pytest.mark.parametrize("metric", ["l2", "ip"])
@@ -177,6 +190,17 @@ def test_files(x, tmp_path, fit_at, mmap):
     assert len(Documents.load(tmp_path / "folder" / "texts.jsonl")) == N + 1
 
 
+@pytest.mark.parametrize("fit_at", [None, N])
+def test_copies(x, fit_at):
+    store = filled(x, bits=16, fit_at=fit_at)
+    for again in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        assert again.search(x[5], 9) == store.search(x[5], 9)
+        again.remove(["id5"])
+        again.upsert(records(1, N), x[:1])
+        assert len(again) == N
+        assert "id5" in store
+
+
 def test_an_empty_store_can_be_saved(tmp_path):
     Documents(bits=8, vectors=None).save(tmp_path / "a.jsonl")
     again = Documents.load(tmp_path / "a.jsonl")
@@ -200,6 +224,36 @@ def test_an_interrupted_save_changes_nothing(x, tmp_path, monkeypatch):
     assert len(list(tmp_path.iterdir())) == 2
     store.save(path)
     assert len(Documents.load(path)) == 4
+
+
+def test_what_killed_saves_left_is_removed_by_the_next(x, tmp_path):
+    store, others = filled(x[:5]), ["a.jsonl.drq", "a-0123456789abcdef.drq", "b.jsonl-0123456789abcdef.drq"]
+    store.save(tmp_path / "a.jsonl")
+    for name in (*others, "a.jsonl-0123456789abcdef.drq"):
+        (tmp_path / name).touch()
+    store.save(tmp_path / "a.jsonl")
+    assert {path.name for path in tmp_path.iterdir()} > {*others, "a.jsonl"}
+    assert len(list(tmp_path.iterdir())) == len(others) + 2
+    assert len(Documents.load(tmp_path / "a.jsonl")) == 5
+
+
+def test_a_save_during_a_load(x, tmp_path, monkeypatch):
+    """The texts name an index that is gone when it is to be read: both are read again."""
+    store, loaded = filled(x[:5]), drq_fast.Index.load
+    store.save(tmp_path / "a.jsonl")
+
+    def load(path, **options):
+        monkeypatch.undo()
+        store.remove(["id1"])
+        store.save(tmp_path / "a.jsonl")
+        return loaded(path, **options)
+
+    monkeypatch.setattr(drq_fast.Index, "load", load)
+    assert len(Documents.load(tmp_path / "a.jsonl")) == 4
+    for path in tmp_path.glob("*.drq"):
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match=r"\.drq cannot be read"):
+        Documents.load(tmp_path / "a.jsonl")
 
 
 def test_damaged_files_are_refused(x, tmp_path):
@@ -309,6 +363,22 @@ def test_searches_during_changes(x):
         thread.join()
     assert not errors
     assert len(store) == 101
+
+
+def test_searches_do_not_wait_for_a_fit(x):
+    """A fit of many embeddings takes minutes, and holds the lock of changes meanwhile."""
+    store, found = filled(x), []
+
+    def search():
+        found.append(store.search(x[3], 5, lambda record: record.metadata["even"]))
+        found.append(store.diverse(x[3], 5, 20, 0.5))
+
+    thread = threading.Thread(target=search, daemon=True)
+    with store._lock:
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+    assert [len(each) for each in found] == [5, 5]
 
 
 @pytest.mark.parametrize(

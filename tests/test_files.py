@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -270,3 +272,26 @@ def test_every_write_removes_remains_of_killed_processes(tmp_path, write):
     (tmp_path / ".drq_fast-0123456789abcdef.tmp/new").write_text("unfinished")
     write(tmp_path / "a", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_a_system_that_opens_no_folders(tmp_path, monkeypatch):
+    """Windows: neither folders nor files that are open for reading can be locked or synced."""
+    opened = os.open
+
+    def refuse(path, *rest):
+        if Path(path).is_dir():
+            raise PermissionError(13, "Permission denied", path)
+        return opened(path, *rest)
+
+    monkeypatch.setattr(files, "fcntl", None)
+    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr("shutil._use_fd_functions", False)  # as there
+    monkeypatch.delattr(os, "O_NOFOLLOW")
+    monkeypatch.delattr(os, "O_DIRECTORY")
+    monkeypatch.delattr(os, "fsync")
+    (tmp_path / ".drq_fast-0123456789abcdef.tmp").mkdir()
+    for text in ("first", "second"):
+        with files.locked(tmp_path):
+            files.write_text(tmp_path / "a.txt", text)
+        assert (tmp_path / "a.txt").read_text() == text
+    assert len(list(tmp_path.iterdir())) == 2  # remains stay there

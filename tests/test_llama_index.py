@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -138,6 +140,12 @@ def test_codes_and_files(nodes, tmp_path):
         store.persist("a", fs=fsspec.filesystem("memory"))
     again.persist(str(tmp_path / "other.json"), fs=fsspec.filesystem("file"))
     assert len(DRQVectorStore.from_persist_path(str(tmp_path / "other.json")).documents) == N
+
+
+def test_copies(nodes, store):
+    """LlamaIndex leaves out what cannot be pickled, with no more than a line in the log."""
+    for again in (copy.deepcopy(store), pickle.loads(pickle.dumps(store))):
+        assert again.query(ask(nodes, 7)) == store.query(ask(nodes, 7))
 
 
 def test_squared_distances_are_negative_similarities(nodes):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import re
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +78,14 @@ class Documents:
 
     def __contains__(self, id: object) -> bool:
         return id in self._numbers
+
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            copies = {name: copy.copy(self.__dict__[name]) for name in ("_index", "_records", "_numbers")}
+            return {name: value for name, value in self.__dict__.items() if name != "_lock"} | copies
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.RLock())
 
     @property
     def index(self) -> Index | None:
@@ -173,9 +183,8 @@ class Documents:
         return [(record, score) for record, score in pairs if record is not None]
 
     def _numbers_where(self, where: Callable[[Record], bool]) -> list[int]:
-        with self._lock:
-            items = list(self._records.items())
-        return [number for number, record in items if where(record)]
+        records = self._records.copy()  # in one step, so that a change or a fit does not make a search wait
+        return [number for number, record in records.items() if where(record)]
 
     def diverse(
         self,
@@ -192,23 +201,25 @@ class Documents:
 
         Each is the one of the largest balance cos(query, x) - (1 - balance) max cos(x, those before it).
         """
-        with self._lock:
+        while True:
             near = self.search(query, fetch, where, refine=refine, probes=probes)
-            x = self.embeddings(record.id for record, _ in near)
-        return [near[i] for i in marginal_relevance(_as_array("search", [query]), x, k, balance)]
+            with suppress(KeyError):  # one of them was removed meanwhile
+                x = self.embeddings(record.id for record, _ in near)
+                return [near[i] for i in marginal_relevance(_as_array("search", [query]), x, k, balance)]
 
     def embeddings(self, ids: Iterable[str]) -> np.ndarray:
         """Their embeddings [n, D] as they are kept, or decoded from codes; for cosine of length 1, or about that."""
-        with self._lock:
-            index, numbers = self._index, [self._numbers[id] for id in ids]
-            if index is None:
-                return np.empty((0, 1), np.float32)
-            with index._lock, modes.plain(index.device):
-                stored = index._readable().content.stored()
-                if stored is None:
-                    return index.reconstruct(np.array(numbers, np.int64))
-                rows = index._find(torch.tensor(numbers, dtype=torch.int64, device=index.device))
-                return stored.floats(rows).cpu().numpy()
+        index, numbers = self._index, [self._numbers[id] for id in ids]
+        if index is None:
+            return np.empty((0, 1), np.float32)
+        with index._lock, modes.plain(index.device):
+            rows = index._find(torch.tensor(numbers, dtype=torch.int64, device=index.device))
+            if bool((rows < 0).any()):
+                raise KeyError("embeddings: a record was removed meanwhile")
+            stored = index._readable().content.stored()
+            if stored is None:
+                return index.reconstruct(np.array(numbers, np.int64))
+            return stored.floats(rows).cpu().numpy()
 
     def fit(self) -> None:
         """Fits codec and inverted lists to the embeddings that are here, and encodes them all; searches go on."""
@@ -232,8 +243,9 @@ class Documents:
         """
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock:
-            before, index, made = _named_index(target), self._index, target.stem + f"-{secrets.token_hex(8)}.drq"
+        with self._lock, files.locked(target.parent):
+            index, made = self._index, f"{target.name}-{secrets.token_hex(8)}.drq"
+            earlier = [each for each in target.parent.iterdir() if re.fullmatch(_index_names(target), each.name)]
             body = "".join(_line([number, *record]) for number, record in self._records.items())
             header = {"kind": _KIND, "version": _VERSION, "checksum": _checksum(body), "next": self._next}
             header |= {name: getattr(self, name) for name in ("bits", "metric", "vectors", "fit_at")}
@@ -243,17 +255,26 @@ class Documents:
                     index.save(target.parent / made)
                 files.write_text(target, _line(header) + body)
             except BaseException:
-                if _named_index(target) == before:  # else only what follows the replacement failed
+                if _named_index(target) != target.parent / made:  # else only what follows the replacement failed
                     (target.parent / made).unlink(missing_ok=True)
                 raise
-        if before is not None:
-            before.unlink(missing_ok=True)
+            for each in earlier:  # that of the last save, and those of saves that were killed
+                each.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, mmap: bool = False) -> Documents:
         """What `save` wrote; mmap: as in `Index.load`."""
         target = Path(path)
-        header, body = _read(target)
+        while True:
+            header, body = _read(target)
+            try:
+                return cls._described(target, header, body, mmap)
+            except FileNotFoundError:
+                if _read(target)[0] == header:  # else another save replaced both files meanwhile
+                    raise
+
+    @classmethod
+    def _described(cls, target: Path, header: dict[str, Any], body: str, mmap: bool) -> Documents:
         with files.describing(target, "texts with an index"):
             options = {name: header[name] for name in ("bits", "metric", "vectors", "fit_at")}
             found = cls(**options)
@@ -291,7 +312,7 @@ def marginal_relevance(query: np.ndarray, x: np.ndarray, k: int, balance: float)
 
 def _exact(dim: int, metric: str) -> Index:
     """An index whose codes say nothing, so that all vectors are candidates, which float32 vectors then decide."""
-    return Index(Codec(torch.zeros(2, dim), torch.ones(1), None), metric, vectors="float32")
+    return Index(Codec(torch.zeros(2, dim), torch.ones(1), None, unit=metric == "cosine"), metric, vectors="float32")
 
 
 def _is_exact(index: Index) -> bool:
@@ -314,12 +335,12 @@ def _checked(record: Record) -> Record:
         if not isinstance(value, str):
             checks.fail("add", name, "strings", type(value).__name__, error=TypeError)
     try:
-        copy = json.loads(json.dumps(metadata, allow_nan=False))
+        plain = json.loads(json.dumps(metadata, allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         checks.fail("add", f"metadata of {id!r}", "JSON", f"something else ({error})", error=TypeError)
-    if not isinstance(copy, dict):
+    if not isinstance(plain, dict):
         checks.fail("add", f"metadata of {id!r}", "a dict", type(metadata).__name__, error=TypeError)
-    return Record(id, text, copy)
+    return Record(id, text, plain)
 
 
 def _as_array(op: str, embeddings: Any) -> np.ndarray:
@@ -339,7 +360,7 @@ def _checksum(body: str) -> str:
 
 
 def _index_names(path: Path) -> str:
-    return re.escape(path.stem) + r"-[0-9a-f]{16}\.drq"
+    return re.escape(path.name) + r"-[0-9a-f]{16}\.drq"
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:

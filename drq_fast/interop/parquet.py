@@ -109,7 +109,7 @@ def encode_file(codec: Codec, task: Task, progress: Callable[[int], Any] = lambd
         with files.temporary_folder(target.parent) as folder:
             temporary = folder / "new"
             _write(codec, task, file, temporary, progress)
-            with open(temporary, "rb") as written:
+            with open(temporary, "rb+") as written:
                 os.fsync(written.fileno())
             os.replace(temporary, target)
     return rows
