@@ -220,7 +220,7 @@ def test_an_id_in_two_shards_and_a_shard_that_is_not_there(cluster, x, tmp_path)
         index.add(x[: len(ids)], ids=ids)
         index.save(path)
     with pytest.raises(ValueError, match=r"b\.drq must be without the ids of .*a\.drq, got 8 in both\.$"):
-        on_ray.ShardedIndex(paths)
+        on_ray.ShardedIndex(paths, options={"num_cpus": 2})  # all cores of the cluster
     with pytest.raises(RuntimeError, match=r"^ShardedIndex: no answer from .*none\.drq \(load: .*cannot be read"):
         on_ray.ShardedIndex([tmp_path / "none.drq"])
     with pytest.raises(ValueError, match=r"^ShardedIndex: paths must be different, got .*a\.drq more than once\.$"):

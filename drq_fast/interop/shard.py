@@ -89,7 +89,7 @@ class Shard:
     def search(
         self, query: np.ndarray, k: int, levels: int | None, keep: Any, probes: int | None, threshold: np.ndarray | None
     ) -> IndexResult:
-        """`Index.search` by codes, with equal scores in the order of ids; k: fewer where the shard has fewer."""
+        """`Index.search` by codes, with equal scores in the order of ids; [Q, n], where n is k or the shard's size."""
         index, by_id = self.index, self.loaded.by_id
         most = max(1, len(index))
         k, wanted = min(k, most), min(k if by_id else k + 1, most)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import ray.data
 from tqdm import tqdm
 
@@ -76,13 +77,16 @@ def encode_files(
         compute=_pool(workers, len(items)),
         **({"num_cpus": 1} | options),
     )
+    done.context.enable_progress_bars = False  # Ray's own
     rows, errors = 0, list[str]()
-    bar = tqdm(total=len(items), desc="encode", unit="file", disable=None)
-    with bar, _quietly():
-        for row in done.iter_rows():
-            rows += int(row["rows"])
-            errors += [str(row["error"])] if row["error"] else []
-            bar.update()
+    try:
+        with tqdm(total=len(items), desc="encode", unit="file", disable=None) as bar:
+            for row in done.iter_rows():
+                rows += int(row["rows"])
+                errors += [str(row["error"])] if row["error"] else []
+                bar.update()
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(f"encode: a worker failed ({type(error).__name__}); finished files are kept.") from error
     if errors:
         raise FileError(min(errors))
     return rows
@@ -161,14 +165,3 @@ def _pool(workers: int | None, most: int | None = None) -> Any:
         return ray.data.ActorPoolStrategy()
     workers = checks.integer("encode", "workers", workers, 1)
     return ray.data.ActorPoolStrategy(size=workers if most is None else min(workers, most))
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without Ray's own progress bars."""
-    context = ray.data.DataContext.get_current()
-    before, context.enable_progress_bars = context.enable_progress_bars, False
-    try:
-        yield
-    finally:
-        context.enable_progress_bars = before

@@ -310,9 +310,11 @@ class ShardedIndex:
         bounds = [(self._shards[s].low, self._shards[s].high) for s in filled]
         if all(a[1] < b[0] for a, b in itertools.pairwise(bounds)):
             return
-        parts, task = -(-len(self) // _COMPARED), ray.remote(_twice)
+        parts = -(-len(self) // _COMPARED)
+        task = ray.remote(_twice).options(num_cpus=0)  # the actors may have all cores
         for part in range(parts):
-            twice = ray.get(task.remote(*(self._call(s, "ids_of", part, parts) for s in filled)))
+            compared = task.remote(*(self._call(s, "ids_of", part, parts) for s in filled))
+            twice = ray.get(compared, timeout=self.start_timeout)
             if twice is not None:
                 id, *shards = twice
                 a, b = (self.paths[filled[s]] for s in sorted(shards))
