@@ -3,7 +3,8 @@
     python examples/serve.py [FOLDER_OF_SHARDS] [--port 8000] [--address RAY_CLUSTER] [--stay]
     curl localhost:8000 -d '{"query": [0.1, ...], "k": 5}'
 
-Needs `pip install 'drq_fast[ray]' 'ray[serve]'`.
+Needs `pip install 'drq_fast[ray]' 'ray[serve]'`. On a busy machine set RAY_worker_niceness=0: Ray's processes have
+niceness 15 by default, and its start waits for them.
 
 Queries that arrive together are answered by one search. Without a folder it makes shards of random vectors, sends a
 hundred requests at once, compares the answers with those of one index, and ends.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,6 +28,8 @@ def codec(codec):
 
 
 def column_of(x, kind="list"):
+    if kind == "tensor":
+        return pa.FixedShapeTensorArray.from_numpy_ndarray(x)
     if kind == "fixed":
         return pa.FixedSizeListArray.from_arrays(pa.array(x.ravel()), x.shape[1])
     return pa.array(list(x), pa.large_list(pa.float32()) if kind == "large" else pa.list_(pa.float64()))
@@ -47,7 +50,7 @@ def codes_in(path):
     return np.array(table["codes"].to_pylist()).reshape(-1, 3), table
 
 
-@pytest.mark.parametrize("kind", ["list", "large", "fixed"])
+@pytest.mark.parametrize("kind", ["list", "large", "fixed", "tensor"])
 def test_codes_replace_the_vectors(tmp_path, codec, kind, monkeypatch):
     monkeypatch.setattr(parquet, "_NUMBERS", 10 * DIM)  # several batches
     x = vectors(33)
@@ -124,6 +127,14 @@ def test_errors_name_the_file(tmp_path, codec):
     assert error_of(str(tmp_path / "e.parquet")) == "encode: /e.parquet has a missing number in row 9."
     (tmp_path / "f.parquet").write_bytes(b"no Parquet")
     assert error_of(str(tmp_path / "f.parquet")).startswith("encode: /f.parquet is not a complete Parquet file (")
+    damaged = tmp_path / "g.parquet"
+    content = bytearray(Path(write(damaged, vectors(5))).read_bytes())
+    content[4:60] = b"\xff" * 56  # the data, which pyarrow reads after the schema
+    damaged.write_bytes(content)
+    assert error_of(str(damaged)).startswith("encode: /g.parquet is not a complete Parquet file (")
+    twice = pa.Table.from_arrays([column_of(vectors(5))] * 2, ["embedding"] * 2)
+    pq.write_table(twice, tmp_path / "h.parquet")
+    assert error_of(str(tmp_path / "h.parquet")) == "encode: /h.parquet has several columns 'embedding'."
     (tmp_path / "other").mkdir()
     same = write(tmp_path / "other" / "a.parquet", vectors(5))
     with pytest.raises(ValueError, match=r"^encode: files must be of different names, got .*a\.parquet and "):

@@ -138,6 +138,34 @@ def test_changes_are_saved_and_may_be_repeated(tmp_path):
     assert sorted(np.concatenate([one.ids_of(part, 3) for part in range(3)]).tolist()) == sorted(one.index.ids.tolist())
 
 
+def test_a_change_that_cannot_be_saved_is_not_made(tmp_path, monkeypatch):
+    x, index = made("l2", None, None, N=60)
+    index.save(tmp_path / "a.drq")
+    one = shard.Shard(str(tmp_path / "a.drq"))
+
+    def no_space(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr(drq_fast.Index, "save", no_space)
+    with pytest.raises(OSError, match="no space"):
+        one.upsert(x[:1].numpy(), np.array([70]), 1)
+    assert not one.contains(np.array([70])).any()
+
+
+def test_changes_of_others_are_not_undone(tmp_path):
+    """Two that have a file open and change it: the second is told, and knows the first change when it opens again."""
+    x, index = made("l2", None, None, N=60)
+    index.save(tmp_path / "a.drq")
+    one, two = (shard.Shard(str(tmp_path / "a.drq")) for _ in range(2))
+    assert not one.contains(np.array([70])).any()
+    assert not two.contains(np.array([70])).any()
+    one.upsert(x[:1].numpy(), np.array([70]), 1)
+    assert one.contains(np.array([70])).all()
+    with pytest.raises(drq_fast.FileError, match=r"a\.drq was changed by another process; open the shards again$"):
+        two.contains(np.array([70]))
+    assert shard.Shard(two.path).contains(np.array([70])).all()
+
+
 def test_a_file_that_another_codec_takes_the_place_of(tmp_path):
     """A shard that is started again must not answer with scores that those of other shards cannot be compared with."""
     index = made("l2", None, None, N=60)[1]

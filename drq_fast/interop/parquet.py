@@ -68,7 +68,7 @@ def tasks(
     beam, found = checks.beam("encode", beam), dict[str, Task]()
     codec_id = [files.checksum(t.cpu()) for t in codec.tensors() if t is not None]
     for path in map(Path, sources):
-        with _reading(path), pq.ParquetFile(path) as file:
+        with _opened(path) as file:
             _check_columns(path, file.schema_arrow, column, output)
         state = path.stat()
         source = {"size": state.st_size, "modified": state.st_mtime_ns, "column": column}
@@ -98,8 +98,7 @@ def encode_files(codec: Codec, todo: Iterable[Task]) -> int:
 
 def encode_file(codec: Codec, task: Task, progress: Callable[[int], Any] = lambda rows: None) -> int:
     """Encodes one file, unless that was done before; returns its number of vectors."""
-    source = Path(task.source)
-    with _reading(source), pq.ParquetFile(source) as file:
+    with _opened(Path(task.source)) as file:
         rows = int(file.metadata.num_rows)
         if task.done():
             progress(rows)
@@ -124,7 +123,7 @@ def _write(codec: Codec, task: Task, file: Any, target: Path, progress: Callable
     made = made.with_metadata((schema.metadata or {}) | {_MADE_BY: task.made_by.encode()})
     first = 0
     with pq.ParquetWriter(target, made) as writer:
-        for batch in file.iter_batches(batch_size=max(1, _NUMBERS // codec.dim)):
+        for batch in _batches(Path(task.source), file, max(1, _NUMBERS // codec.dim)):
             codes = encoded(codec, batch.column(place), task.beam, task.source, first)
             columns = [codes if i == place else column for i, column in enumerate(batch.columns)]
             writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=made))
@@ -145,7 +144,7 @@ def vectors(op: str, column: Any, dim: int, where: str, first: int = 0) -> np.nd
         column = column.combine_chunks()
     if isinstance(column, pa.ChunkedArray):  # which pyarrow leaves where there is no single chunk
         column = pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
-    if isinstance(column.type, pa.ExtensionType):  # tensors, of Arrow or of Ray
+    if isinstance(column.type, pa.BaseExtensionType):  # tensors, of Arrow or of Ray
         column = column.storage
     kind = column.type
     lists = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
@@ -184,8 +183,22 @@ def _first(flags: np.ndarray) -> int:
 def _check_columns(path: Path, schema: Any, column: str, output: str) -> None:
     if column not in schema.names:
         raise FileError(f"encode: {path} has no column {column!r}; its columns are {', '.join(schema.names)}.")
+    if schema.names.count(column) > 1:
+        raise FileError(f"encode: {path} has several columns {column!r}.")
     if output in schema.names and output != column:
         raise FileError(f"encode: {path} has a column {output!r} already.")
+
+
+def _opened(path: Path) -> Any:
+    """A Parquet file, to be closed."""
+    with _reading(path):
+        return pq.ParquetFile(path)
+
+
+def _batches(path: Path, file: Any, size: int) -> Iterator[Any]:
+    """The rows of an open file, so many at a time."""
+    with _reading(path):
+        yield from file.iter_batches(batch_size=size)
 
 
 @contextmanager
@@ -193,5 +206,8 @@ def _reading(path: Path) -> Iterator[None]:
     """Names the file in errors of pyarrow."""
     try:
         yield
-    except pa.ArrowException as error:
-        raise FileError(f"encode: {path} is not a complete Parquet file ({error}).") from error
+    except (OSError, pa.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # of the system, which names the file
+            raise
+        what = " ".join(str(error).split()).rstrip(".")
+        raise FileError(f"encode: {path} is not a complete Parquet file ({what}).") from error

@@ -32,6 +32,7 @@ class Description(NamedTuple):
 
 class _Loaded(NamedTuple):
     content: Index
+    fingerprint: str  # of the file
     kind: str  # see Description
     by_id: bool  # whether equal scores come in the order of ids
 
@@ -57,10 +58,11 @@ class Shard:
     def loaded(self) -> _Loaded:
         """The file, loaded."""
         if self._loaded is None:
+            fingerprint = files.fingerprint(self.path, "index")  # first: a file that is replaced now has another
             index = Index.load(self.path, mmap=True)
             ids = index._rows.used().ids
             ascending = ids is None or bool((ids[1:] > ids[:-1]).all())
-            self._loaded = _Loaded(index, _kind(index), ascending and index.lists is None)
+            self._loaded = _Loaded(index, fingerprint, _kind(index), ascending and index.lists is None)
         return self._loaded
 
     @property
@@ -70,7 +72,7 @@ class Shard:
 
     def describe(self) -> Description:
         """See Description."""
-        index, kind, _ = self.loaded
+        index, kind = self.index, self.loaded.kind
         ids = index.ids
         low, high = (int(bound) for bound in torch.aminmax(ids)) if len(ids) else (0, -1)
         return Description(
@@ -87,8 +89,8 @@ class Shard:
     def search(
         self, query: np.ndarray, k: int, levels: int | None, keep: Any, probes: int | None, threshold: np.ndarray | None
     ) -> IndexResult:
-        """`Index.search` by codes, with equal scores in the order of ids; k: fewer where the shard has fewer."""
-        index, _, by_id = self.loaded
+        """`Index.search` by codes, with equal scores in the order of ids; [Q, n], where n is k or the shard's size."""
+        index, by_id = self.index, self.loaded.by_id
         most = max(1, len(index))
         k, wanted = min(k, most), min(k if by_id else k + 1, most)
         if index.lists is not None and probes is None:
@@ -129,7 +131,9 @@ class Shard:
         return ids if parts == 1 else ids[ids % parts == part]
 
     def contains(self, ids: np.ndarray) -> np.ndarray:
-        """Which of ids [n] the shard has."""
+        """Which of ids [n] the shard has, before a change; FileError if another process has changed the file."""
+        if files.fingerprint(self.path, "index") != self.loaded.fingerprint:
+            raise files.FileError(f"{self.path} was changed by another process; open the shards again")
         index = self.index
         with index._lock, modes.plain(index.device):
             wanted = checks.id_array("contains", "ids", ids)
@@ -146,8 +150,10 @@ class Shard:
         return self._saved()
 
     def _saved(self) -> Description:
-        self.index.save(self.path)
-        self._loaded = None  # mapped again
+        try:
+            self.index.save(self.path)
+        finally:
+            self._loaded = None  # mapped again, without the change if it could not be saved
         return self.describe()
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import ray.data
 from tqdm import tqdm
 
@@ -37,7 +38,8 @@ def encode(
 
     >>> codes = encode(codec, ray.data.read_parquet("vectors/"), "embedding")
     """
-    check_column("encode", dataset, column)
+    if output in check_column("encode", dataset, column):
+        checks.fail("encode", "output", "the name of a new column", repr(output))
     settings = {"num_cpus": 1, "batch_size": max(1, min(_BATCH, (1 << 22) // codec.dim))} | options
     return dataset.map_batches(
         _Encoder,
@@ -66,22 +68,25 @@ def encode_files(
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     todo = parquet.tasks(codec, sources, folder, column=column, output=output, beam=beam)
-    items = [{"task": list(task)} for task in todo]
+    items = [{"task": [str(part) for part in task]} for task in todo]
     done = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
         _FileEncoder,
         fn_constructor_args=(codec,),
         batch_format="numpy",
         batch_size=1,
-        compute=_pool(None if workers is None else min(workers, len(items))),
+        compute=_pool(workers, len(items)),
         **({"num_cpus": 1} | options),
     )
+    done.context.enable_progress_bars = False  # Ray's own
     rows, errors = 0, list[str]()
-    bar = tqdm(total=len(items), desc="encode", unit="file", disable=None)
-    with bar, _quietly():
-        for row in done.iter_rows():
-            rows += int(row["rows"])
-            errors += [str(row["error"])] if row["error"] else []
-            bar.update()
+    try:
+        with tqdm(total=len(items), desc="encode", unit="file", disable=None) as bar:
+            for row in done.iter_rows():
+                rows += int(row["rows"])
+                errors += [str(row["error"])] if row["error"] else []
+                bar.update()
+    except ray.exceptions.RayError as error:
+        raise RuntimeError(f"encode: a worker failed ({type(error).__name__}); finished files are kept.") from error
     if errors:
         raise FileError(min(errors))
     return rows
@@ -92,6 +97,7 @@ def batches(dataset: ray.data.Dataset, column: str = "embedding", *, dim: int) -
 
     >>> errors = layer.fit(batches(dataset, "embedding", dim=layer.dim), sample=1 << 18, seed=0)
     """
+    check_column("fit", dataset, column)
     with in_order(dataset):
         tables = dataset.select_columns([column]).iter_batches(batch_size=_BATCH, batch_format="pyarrow")
         first = 0
@@ -100,14 +106,15 @@ def batches(dataset: ray.data.Dataset, column: str = "embedding", *, dim: int) -
             first += table.num_rows
 
 
-def check_column(op: str, dataset: ray.data.Dataset, column: str) -> None:
-    """Refuses a column that a dataset does not have."""
+def check_column(op: str, dataset: ray.data.Dataset, column: str) -> list[str]:
+    """The columns of a dataset, of which `column` must be one."""
     schema = dataset.schema()
     names = [] if schema is None else schema.names
     if column not in names:
         checks.fail(
             op, "column", f"one of {', '.join(names)}" if names else "in the dataset, which is empty", repr(column)
         )
+    return names
 
 
 @contextmanager
@@ -128,7 +135,7 @@ class _Encoder:
         self.codec, self.column, self.output, self.beam = codec, column, output, beam
 
     def __call__(self, table: Any) -> Any:
-        where = f"column {self.column!r}"
+        where = f"a batch of column {self.column!r}"
         codes = parquet.encoded(self.codec, table.column(self.column), self.beam, where)
         return table.append_column(self.output, codes)
 
@@ -152,16 +159,9 @@ class _FileEncoder:
         return found
 
 
-def _pool(workers: int | None) -> Any:
-    return ray.data.ActorPoolStrategy() if workers is None else ray.data.ActorPoolStrategy(size=workers)
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without Ray's own progress bars."""
-    context = ray.data.DataContext.get_current()
-    before, context.enable_progress_bars = context.enable_progress_bars, False
-    try:
-        yield
-    finally:
-        context.enable_progress_bars = before
+def _pool(workers: int | None, most: int | None = None) -> Any:
+    """So many workers; as many as Ray finds useful by default, and at most `most`."""
+    if workers is None:
+        return ray.data.ActorPoolStrategy()
+    workers = checks.integer("encode", "workers", workers, 1)
+    return ray.data.ActorPoolStrategy(size=workers if most is None else min(workers, most))

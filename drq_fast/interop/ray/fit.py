@@ -46,8 +46,9 @@ def fit(
 
     Each worker holds consecutive blocks of `block` rows, of which every round needs sums only. They are added in an
     order that does not depend on the number of workers, so that this does not change a bit of the codec; threads, of
-    each worker, may. The vectors must fit in the memory of the workers, twice. unit: fit to directions, for cosine.
-    options: of the workers, as Ray takes them. RuntimeError if a worker dies.
+    each worker, may. The vectors must fit in the memory of the workers, twice. A fit waits until the cluster has a core
+    for each thread. unit: fit to directions, for cosine. options: of the workers, as Ray takes them. RuntimeError if a
+    worker dies.
 
     >>> codec, errors = fit(ray.data.read_parquet("vectors/"), dim=768, workers=16, seed=0)
     """

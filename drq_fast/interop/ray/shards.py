@@ -58,7 +58,7 @@ class ShardedIndex:
     answers of shards; start_timeout: at first, when machines and processes may have to be started, and for changes,
     which write files.
 
-    Ray restarts an actor that dies, which maps its file again, and repeats the calls that it had not answered. A search
+    Ray restarts an actor that dies, which maps its file again, and repeats its calls until they are answered. A search
     raises ShardsMissing if a shard stays away, or if its file is damaged or has another codec by then; with
     allow_partial=True it returns the others' results and names it.
 
@@ -78,7 +78,7 @@ class ShardedIndex:
         self.paths = _files(paths)
         self.timeout, self.start_timeout = timeout, start_timeout
         self.at_once = len(self.paths) if at_once is None else checks.integer("ShardedIndex", "at_once", at_once, 1)
-        settings = {"max_restarts": -1, "max_task_retries": 3, "scheduling_strategy": "SPREAD"} | (options or {})
+        settings = {"max_restarts": -1, "max_task_retries": -1, "scheduling_strategy": "SPREAD"} | (options or {})
         actor = ray.remote(Shard).options(**settings)
         self._actors = [actor.remote(path) for path in self.paths]
         try:
@@ -165,7 +165,8 @@ class ShardedIndex:
         if refine is not None:
             rows, ids = ray.put(asked.query), ray.put(found.ids)
             parts = self._all("search", "refine", rows, ids, missing=missing if allow_partial else None)
-            found = merge(parts, k, metric=self.metric) if parts else found
+            nothing = IndexResult(found.scores, np.full_like(found.ids, -1))
+            found = merge(parts or [nothing], k, metric=self.metric)
         scores, numbers = (torch.from_numpy(np.ascontiguousarray(part)) for part in found)
         if limits is not None:
             scores, numbers = functional.within(scores, numbers, limits, self.metric)
@@ -309,9 +310,11 @@ class ShardedIndex:
         bounds = [(self._shards[s].low, self._shards[s].high) for s in filled]
         if all(a[1] < b[0] for a, b in itertools.pairwise(bounds)):
             return
-        parts, task = -(-len(self) // _COMPARED), ray.remote(_twice)
+        parts = -(-len(self) // _COMPARED)
+        task = ray.remote(_twice).options(num_cpus=0)  # the actors may have all cores
         for part in range(parts):
-            twice = ray.get(task.remote(*(self._call(s, "ids_of", part, parts) for s in filled)))
+            compared = task.remote(*(self._call(s, "ids_of", part, parts) for s in filled))
+            twice = ray.get(compared, timeout=self.start_timeout)
             if twice is not None:
                 id, *shards = twice
                 a, b = (self.paths[filled[s]] for s in sorted(shards))
