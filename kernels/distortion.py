@@ -59,6 +59,8 @@ def joint_kernel(
     live = n < LINES - first
     deltas, soft, joint, products = deltas + first * KP, soft + first, joint + first, products + first * KP
     inner = tl.zeros((ROWS,), dtype=tl.float32)
+    if not KEEP:
+        before = tl.load(soft + n, mask=live, other=0.0)  # here, because other threads hold copies of these rows
     for column in range(0, W, TILE):
         k = column + tl.arange(0, TILE)  # [TILE]
         product = tl.zeros((ROWS, TILE), dtype=tl.float32)
@@ -76,7 +78,7 @@ def joint_kernel(
             inner += tl.sum(product * tl.load(deltas + here, mask=live[:, None], other=0.0), axis=1)
     if not KEEP:
         tl.store(joint + n, inner, mask=live)
-        tl.store(soft + n, tl.load(soft + n, mask=live, other=0.0) + inner, mask=live)
+        tl.store(soft + n, before + inner, mask=live)
 
 
 @triton.jit
