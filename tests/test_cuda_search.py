@@ -391,3 +391,13 @@ def test_without_a_barrier_the_simulator_complains(host, ptxsim_folder, barrier)
         return bool(simulator.warnings)
 
     assert any(complains(case, seed) for seed in range(10) for case in SMALL)
+
+
+def test_instructions_of_one_query(host, ptxsim_folder):
+    """Of a thread, for each code, in slices as long as those of a million codes: see docs/gpu_search.md."""
+    simulator = Simulator(host, ptxsim_folder, "long_slices", {"kMinSliceRows = 2048": "kMinSliceRows = 4096"})
+    case = Case(1, 4 * 4096, 256, 4, 10)
+    assert_right(case, *simulate(simulator, case))
+    scan, merge = (stats.thread_ins for *_, stats, _ in simulator.host.log)
+    assert scan / case.N <= 160
+    assert merge / 1e6 <= 1
