@@ -59,9 +59,7 @@ def moved(parts: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> 
 
 def captures(device: torch.device) -> bool:
     """Whether the current stream of a GPU is being captured in a CUDA graph."""
-    return (
-        device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
-    )
+    return device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
 
 def finish(device: torch.device) -> None:

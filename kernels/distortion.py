@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -326,7 +326,7 @@ def distortion(h: Tensor, codec: Scored, scores: Tensor, gamma: Tensor, precisio
     compute = run_levels if codec.P <= MAX_ON_CHIP else levels_tiled
     width = codec.P * (len(codec.scale) if codec.P <= MAX_ON_CHIP else 1)
     found = [compute(h[r], codec, scores[r], norms[r], gamma, precision)[0] for r in parts(len(h), width)]
-    return Levels(*(torch.cat(columns) for columns in zip(*found, strict=True)))
+    return Levels(*(joined(columns) for columns in zip(*found, strict=True)))
 
 
 def distortion_backward(
@@ -458,7 +458,7 @@ def _launch_levels(
         h.shape[1],
         len(codec.scale),
         **flags,
-        **settings(codec.P, precision),
+        **settings(codec.P, precision, flags["AGAIN"]),
     )
 
 
@@ -480,9 +480,18 @@ def joint_settings(P: int, precision: str, lines: int) -> dict[str, Any]:
     return {"PRECISION": precision, **tiling, **compiler}
 
 
-def settings(P: int, precision: str) -> dict[str, Any]:
-    """Compile-time settings of distortion_kernel for P codewords; TILE and COLUMNS are those of recomputed scores."""
-    return {"PRECISION": precision, "TILE": min(32, P), "COLUMNS": 16, **backward_settings(P)}
+def settings(P: int, precision: str, again: bool = False) -> dict[str, Any]:
+    """Compile-time settings of distortion_kernel for P codewords: 16 scores a thread; 8 with AGAIN, which would spill.
+
+    TILE and COLUMNS are those of recomputed scores.
+    """
+    tiling = {"PRECISION": precision, "ROWS": _ROWS, "KP": P, "TILE": min(32, P), "COLUMNS": 16}
+    return tiling | {
+        "num_warps": max(4, P // (16 if again else 32)),
+        "num_stages": 2,
+        "maxnreg": 128,
+        "enable_fp_fusion": False,
+    }
 
 
 def backward_settings(P: int) -> dict[str, Any]:
@@ -497,7 +506,11 @@ def parts(N: int, width: int) -> Iterator[slice]:
     return (slice(first, min(first + step, N)) for first in range(0, max(N, 1), step))
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one after the other, not copied if there is one only."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def _half_over_root(squared: Tensor, noise: Tensor) -> Tensor:
     """The derivative of the square root; 0 where `squared` is only rounding error."""
-    some = squared > noise
-    return torch.where(some, 0.5 * torch.where(some, squared, 1).rsqrt(), 0)
+    return 0.5 * torch.where(squared > noise, squared, torch.inf).rsqrt()
