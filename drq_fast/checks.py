@@ -295,8 +295,8 @@ def _from_numpy(op: str, name: str, value: np.ndarray) -> Tensor:
         value = value.astype(value.dtype.newbyteorder("="), order="C", copy=True)
     try:
         return torch.from_numpy(value if value.flags.writeable else np.asarray(_Writable(value)))
-    except (TypeError, ValueError) as error:
-        fail(op, name, "an array that torch can read", f"{value.dtype} ({error})", error=TypeError)
+    except (TypeError, ValueError):
+        fail(op, name, "an array of numbers that torch can read", value.dtype, error=TypeError)
 
 
 def array(op: str, name: str, value: Any, *, integer: bool = False) -> Tensor:
@@ -438,3 +438,11 @@ def squarable(op: str, name: str, value: Tensor) -> None:
     largest = max((float(part.abs().amax()) for part in value.split(1 << 16) if part.numel()), default=0.0)
     if not (largest == 0 or 1e-12 <= largest <= 1e12):
         fail(op, name, "scaled to a largest magnitude from 1e-12 to 1e12", f"{largest:.0e}")
+
+
+def training_data(op: str, x: Tensor) -> None:
+    """At least one vector [N, D], finite and `squarable`."""
+    if len(x) == 0:
+        fail(op, "x", "at least one vector", "none")
+    finite(op, "x", x)
+    squarable(op, "x", x)

@@ -138,13 +138,12 @@ class RecurrentQuantizer(LayerParameters, Pretrained):
         """x [..., dim] -> (quantized [..., dim], codes [..., levels] int64, loss scalar).
 
         quantized has the values of the decoded codes and the gradient chosen by `gradient`, plus, in training mode, the
-        pull. levels: runs fewer levels;
-        a tensor [...] has a number for each vector, codes being those of all levels. mask [...] bool: vectors that are
-        False stay as they are, have code -1 and do not count in the loss. reduction: "row" gives the loss of every
-        vector [...], "level" that of every level [levels]. reconstruct=False skips `quantized`, which is cheaper if
-        only codes and loss are needed. The first forward in training mode initialises the layer from x (see
-        `initialise`), and refuses NaN and infinity. Later ones do not: the loss is then NaN, and the running averages
-        leave out vectors that are not finite.
+        pull. levels: runs fewer levels; a tensor [...] has a number for each vector, codes being those of all levels.
+        mask [...] bool: vectors that are False stay as they are, have code -1 and do not count in the loss. reduction:
+        "row" gives the loss of every vector [...], "level" that of every level [levels]. reconstruct=False skips
+        `quantized`, which is cheaper if only codes and loss are needed. The first forward in training mode initialises
+        the layer from x (see `initialise`), and refuses NaN and infinity. Later ones do not: the loss is then NaN, and
+        the running averages leave out vectors that are not finite.
         """
         op = "RecurrentQuantizer"
         checks.floating(op, "x", x, device=self.codebook.device)
@@ -262,7 +261,7 @@ class RecurrentQuantizer(LayerParameters, Pretrained):
         self.initialised = True
 
     def _initialise(self, x: Tensor, seed: int | None) -> None:
-        _check_data("initialise", x)
+        checks.training_data("initialise", x)
         if self.init == "kmeans":
             fitting.warn_of_few("initialise", len(x), self.codewords, "before training, call layer.initialise(x) with")
         x = fitting.sample(x, max(64 * self.codewords, 1 << 14), self.dim, fitting.seeded(seed))
@@ -305,7 +304,7 @@ class RecurrentQuantizer(LayerParameters, Pretrained):
 
         def update() -> None:
             data = fitting.sample(x, rows, self.dim, fitting.seeded(seed)).to(self.codebook.device)
-            _check_data("fit", data)
+            checks.training_data("fit", data)
             fitting.warn_of_few("fit", len(data), self.codewords)
             omega = self.level_weights or functional.default_weights(self.levels)
             weights = data.new_tensor(omega)
@@ -396,7 +395,7 @@ class RecurrentQuantizer(LayerParameters, Pretrained):
         return int((self.codebook != before).any(dim=1).sum())
 
     def _revive(self, x: Tensor, below: int, seed: int | None) -> None:
-        _check_data("revive", x)
+        checks.training_data("revive", x)
         x = x if self.offset is None else x - self.offset.float()
         codebook, scale = self.codebook.float(), self.scale.float()
         codec = Parameters(codebook, scale, None, self.groups)
@@ -494,10 +493,3 @@ def _refuse_to_compile() -> NoReturn:
 
 
 _refuse_to_compile._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced: raised as it is
-
-
-def _check_data(op: str, x: Tensor) -> None:
-    if len(x) == 0:
-        checks.fail(op, "x", "at least one vector", "none")
-    checks.finite(op, "x", x)
-    checks.squarable(op, "x", x)

@@ -14,6 +14,7 @@ from drq_fast import Index, RecurrentQuantizer
 from drq_fast.app import cli, options
 from drq_fast.app.options import _parsers
 from drq_fast.files import fingerprint
+from drq_fast.retrieval.settings import PROTOCOLS
 
 TRAIN = ["--train", "20", "--query", "5", "--hidden", "32", "--dim", "48", "--codewords", "16", "--levels", "3"]
 
@@ -228,6 +229,25 @@ def test_the_papers_way(shell):
     assert not Path("run/codes.npy").exists()
 
 
+def test_missing_images_are_named_before_the_training(shell):
+    Path("list.txt").write_text("".join(f"a photo {i}.jpg {i // 3}\n" for i in range(6)))
+    before = shell.tree()
+    said = shell.refused("train", "run", "--data", "list.txt", "--train", "1", "--query", "1", code=1)
+    where = Path.cwd().resolve()
+    assert f"the image {where}/a photo 0.jpg is missing; paths in lists are relative to {where} (--root)." in said
+    assert shell.tree() == before
+
+
+def test_data_that_have_moved_are_found_by_a_link(shell):
+    shell.ok("train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20")
+    here, moved = Path("labelled.npz"), Path("moved.npz").resolve()
+    here.rename(moved)
+    said = shell.refused("evaluate", "run", code=1)
+    assert f"{here.resolve()}, on which run was trained, does not exist; if it has moved, make a link there." in said
+    here.symlink_to(moved)
+    shell.ok("evaluate", "run")
+
+
 def test_a_config_file_repeats_a_run(shell):
     shell.ok("train", "run", "--data", "labelled.npz", *TRAIN, "--epochs", "1", "1", "1", "--batch", "20")
     shell.ok("train", "again", "--config", "run/config.json")
@@ -277,7 +297,6 @@ WRONG = [
     (["fit", "new", "header.npy"], "header.npy is not a complete .npy file"),
     (["fit", "new", "nan.npy"], "row 11 of nan.npy is not finite"),
     (["fit", "new", "columns.npy"], "is stored by columns"),
-    (["fit", "new", "x.npy", "narrow.npy"], "narrow.npy has 3 dimensions and x.npy has 16"),
     (["fit", "x.npy/run", "x.npy"], "x.npy/run cannot be made: Not a directory"),
     (["fit", "/proc/run", "x.npy"], "/proc/run cannot be made"),
     (["encode", "new", "x.npy"], "new does not exist; `drq-fast fit` or `train` makes a run"),
@@ -308,6 +327,10 @@ WRONG = [
 WRONG_VALUES = [
     (["remove", "run", "twice.npy"], "ids must be unique"),
     (["remove", "run", "x.npy"], "ids must be integers, got float32."),
+    (["fit", "new", "x.npy", "narrow.npy"], "vectors must be of 16 dimensions, as x.npy is, got 3 in narrow.npy."),
+    (["train", "new", "--data", "x.npy", "--labels", "five.npy"], "--labels must be of 3000 items, as "),
+    (["train", "new", "--data", "labelled.npz", *TRAIN, "--words", "x.npy"], "--words must be 3 rows of numbers"),
+    (["train", "new", "--data", "labelled.npz", *TRAIN, "--words", "words.txt"], "--words must be vectors of all"),
     (["encode", "run", "narrow.npy", "--force"], "vectors must be of 16 dimensions, as the model is, got 3"),
     (["search", "run", "narrow.npy"], "queries must be of 16 dimensions, as the index is, got 3"),
     (["evaluate", "run", "--queries", "q.npy", "--exact"], "--exact must be left out for a fitted run"),
@@ -367,6 +390,8 @@ def test_bad_input_is_one_sentence(shell, code, arguments, said):
     Path("header.npy").write_bytes(
         Path("x.npy").read_bytes().replace(b"'shape': (3000, 16), }", b"'shape': (3000, 16  ")
     )
+    np.save("five.npy", np.zeros(5, np.int64))
+    Path("words.txt").write_text("horse 1 2 3\n")
     Path("numbers.json").write_text('{"data": 5}')
     Path("words.json").write_text('{"hidden": "x"}')
     Path("typo.json").write_text('{"margn": 0.5}')
@@ -426,6 +451,9 @@ def test_help_of_train_has_the_defaults_of_runs(shell):
     told = set()
     for action in _parsers()[1]["train"]._actions:
         text, _, default = (action.help or "").partition(" (default: ")
+        if action.dest in ("train", "query"):
+            count = getattr(PROTOCOLS[config["protocol"]], action.dest)
+            assert default == f"the protocol's, {count} per class for {config['protocol']})"
         assert len(text.split()) > 2, action.dest
         assert not action.choices or ", ".join(action.choices) in text
         first = default.rstrip(")").partition(" for features")[0].split()

@@ -186,7 +186,7 @@ def test_a_figure_needs_matplotlib(shell, monkeypatch):
 
 WRONG = [
     (["build", "missing.npy", "new.drq"], "missing.npy cannot be read: No such file"),
-    (["build", "x.npy", "narrow.npy", "new.drq"], "narrow.npy has 3 dimensions and x.npy has 16"),
+    (["build", "x.npy", "narrow.npy", "new.drq"], "vectors must be of 16 dimensions, as x.npy is, got 3 in narrow"),
     (["build", "nan.npy", "new.drq", "--bits", "16"], "row 11 of nan.npy is not finite"),
     (["build", "x.npy", "codes.drq"], "codes.drq exists already; --force replaces it"),
     (["build", "x.npy", "labelled.npz"], "labelled.npz exists already"),
@@ -222,8 +222,8 @@ WRONG = [
     (["search", "by_codes.drq", "q.npy", "--recall", ".1", "-k", "11"], "-k must be 10 where a recall is asked"),
     (["search", "codes.drq", "q.npy", "--probes", "2"], "--probes must be left out, as codes.drq has no inverted"),
     (["tune", "new.drq", "q.npy"], "new.drq does not exist"),
-    (["tune", "codes.drq", "q.npy"], "codes.drq has codes only; `drq-fast build --vectors float16` keeps vectors"),
-    (["tune", "run", "q.npy"], "run/index.drq has codes only"),
+    (["tune", "codes.drq", "q.npy"], "index must be one that keeps vectors, which `drq-fast build --vectors"),
+    (["tune", "run", "q.npy"], "index must be one that keeps vectors"),
     (["tune", "lists.drq", "narrow.npy"], "queries must be of 16 dimensions, as the index is, got 3"),
     (["tune", "lists.drq", "q.npy", "-k", "0"], "k must be an integer from 1 to 3000, got 0"),
     (["add", "new.drq", "x.npy"], "new.drq does not exist"),
@@ -243,7 +243,7 @@ WRONG = [
     (["tune", "x.npy", "lists.drq"], "x.npy is not an index of drq-fast (INDEX comes first)"),
     (["remove", "few.npy", "lists.drq"], "few.npy is not an index of drq-fast (INDEX comes first)"),
     (["info", "new.drq"], "new.drq does not exist"),
-    (["info", "x.npy"], "x.npy is not an index of drq-fast"),
+    (["info", "x.npy"], "x.npy is not an index of drq-fast."),
 ]  # fmt: skip
 
 

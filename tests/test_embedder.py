@@ -167,7 +167,7 @@ def test_without_the_training_images_results_are_ids(here, made, capsys):
     captured = capsys.readouterr()
     assert captured.out.startswith(f"{photo}\t")
     assert [pair.split(":")[0].isdigit() for pair in captured.out.split()[1:]] == [True, True]
-    assert f"note: results are ids, not names of files: {here / 'gone'} does not exist.\n" in captured.err
+    assert f"note: results are ids, not names of files: {here / 'gone'}, on which " in captured.err
     del config["side"]  # as in a run of 0.1.0
     assert torch.equal(loaded_with(here, config).embed(photo), Embedder.load(made / "run").embed(photo))
     with pytest.raises(FileNotFoundError, match=r"^load: .*gone does not exist, and .* does not have its `side`\.$"):
@@ -207,8 +207,8 @@ def test_filters_and_index_files(here, made, capsys):
     assert found["ids"] == [[3]]
     assert len(found["found"][0]) == 1
     line = refused(capsys, "search", here / "run" / "index.drq", query_files(made)[0], code=2)
-    expected = "folder must be that of a run, whose network embeds images, got "
-    assert line == f"drq-fast search: {expected}{here / 'run' / 'index.drq'}, a file."
+    expected = f"vectors in a .npy file, because {here / 'run' / 'index.drq'} has no network to embed images"
+    assert line == f"drq-fast search: queries must be {expected}, got {query_files(made)[0]}."
 
 
 def test_runs_without_a_network_for_images_are_refused(here, made, capsys):

@@ -164,7 +164,7 @@ def test_what_is_wrong_is_said_in_one_sentence(index, x):
 
 def test_few_queries_are_warned_of(index, x):
     other = copy.deepcopy(index)
-    with pytest.warns(UserWarning, match="queries say little about others if they are few"):
+    with pytest.warns(UserWarning, match="a recall of few queries is not reliable"):
         other.tune(x[:5])
 
 

@@ -33,7 +33,7 @@ def describe(path: Path, index: Index) -> tuple[dict[str, Any], str]:
         f"metric {index.metric}, "
         f"{'no lists' if index.lists is None else counted(index.lists, 'list')}, "
         f"{'no vectors kept' if index.vectors is None else f'vectors kept as {index.vectors}'}",
-        table(("part", "bytes", "per vector"), parts),
+        table(("part", "bytes", "per vector"), parts) + "\n(an id takes 8 bytes in the file)",
         "not tuned: no recall was measured" if tuning is None else _tuning(tuning),
     ]
     return facts, "\n\n".join(text)

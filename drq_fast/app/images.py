@@ -30,7 +30,8 @@ class ImageQueries:
 
     def __init__(self, run: Run, path: Path) -> None:
         if run.folder.is_file():
-            checks.fail("search", "folder", "that of a run, whose network embeds images", f"{run.folder}, a file")
+            expected = f"vectors in a .npy file, because {run.folder} has no network to embed images"
+            checks.fail("search", "queries", expected, path)
         self.run, self.paths = run, image_paths(path)
         self.embedder = Embedder.load(run.folder)
         self.dim = self.embedder.model.quantizer.dim

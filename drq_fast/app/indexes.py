@@ -57,9 +57,8 @@ def tune(options: argparse.Namespace) -> Result:
     with _changing("tune", options.index) as (path, made):
         same_dim("tune", "queries", queries, made)
         if made.vectors is None:
-            raise ValueError(
-                f"tune: {path} has codes only; `drq-fast build --vectors float16` keeps vectors to compare with."
-            )
+            expected = "one that keeps vectors, which `drq-fast build --vectors float16` makes"
+            checks.fail("tune", "index", expected, f"{path}, which has codes only")
         made.tune(queries.read(0, len(queries)), options.k)
     _draw(plot, made, path)
     return describe(path, made)
@@ -154,7 +153,7 @@ def _may_be_index(op: str, path: Path) -> None:
     except OSError:
         return  # reading the index says why
     if start[8:] != b"{":
-        hint = " (INDEX comes first)" if start.startswith(b"\x93NUMPY") else ""
+        hint = " (INDEX comes first)" if start.startswith(b"\x93NUMPY") and op != "info" else ""
         raise FileError(f"{op}: {path} is not an index of drq-fast{hint}.")
 
 

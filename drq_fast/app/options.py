@@ -13,7 +13,17 @@ from typing import Any, NoReturn
 
 from .. import __version__
 from ..constants import METRICS, ROUNDS, ROUNDS_APART, ROUNDS_LARGE, VECTORS
-from ..retrieval.settings import ABLATIONS, FOR_FEATURES, FOR_IMAGES, MINING, PROTOCOLS, SCHEDULES, Config, Settings
+from ..retrieval.settings import (
+    ABLATIONS,
+    FOR_FEATURES,
+    FOR_IMAGES,
+    MINING,
+    PATHS,
+    PROTOCOLS,
+    SCHEDULES,
+    Config,
+    Settings,
+)
 
 _CHOICES = {
     "protocol": tuple(PROTOCOLS),
@@ -118,7 +128,7 @@ def _command(
 ) -> _Parser:
     """Adds a command with the options that all commands share.
 
-    on: its first argument, "" if the command adds its own. replaces: whether it then has --force.
+    on: its first argument, "" if the command adds its own. replaces: whether it then has --force for its results.
     """
     parser: _Parser = add(name, help=summary, description=description, epilog=f"example:\n  drq-fast {example}")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
@@ -150,7 +160,7 @@ def _build(add: Any) -> None:
     _number(parser, "--codebooks", 1, _CODEBOOKS)
     text = f"{_listed(METRICS)}: what is searched by (default: {METRICS[0]})"
     parser.add_argument("--metric", choices=METRICS, default=METRICS[0], metavar="metric", help=text)
-    text = "number of inverted lists, none, or auto: about 2 sqrt(N), and none for N < 50,000 (default: auto)"
+    text = "number of inverted lists, none, or auto: about 2 sqrt(N), but none for N < 50,000 (default: auto)"
     parser.add_argument("--lists", type=_lists, default="auto", metavar="lists", help=text)
     kinds = (*VECTORS, "none")
     text = f"how vectors are kept beside their codes, to score candidates again: {_listed(kinds)} (default: none)"
@@ -173,7 +183,7 @@ def _tune(add: Any) -> None:
         on="",
     )
     parser.add_argument("index", metavar="INDEX", help="file of an index that keeps vectors")
-    parser.add_argument("queries", metavar="FILE.npy", help="numbers [Q, D], queries like those to come")
+    parser.add_argument("queries", metavar="FILE.npy", help="numbers [Q, D], queries like yours")
     _number(parser, "-k", 10, "neighbours per query")
     _plot(parser)
     _force(parser, "replace an existing figure")
@@ -235,21 +245,24 @@ def _search(add: Any) -> None:
         "that was trained on images, queries may be images, and results are the names of files.",
         "search vectors.drq queries.npy -k 5 --recall 0.95 --out found.npz\n  drq-fast search run photo.png",
         on="RUN|INDEX",
+        replaces=False,
     )
     text = "numbers [Q, D] in a .npy, an image, or a folder of images (default: the queries of a trained run)"
     parser.add_argument("queries", nargs="?", metavar="FILE", help=text)
     _number(parser, "-k", 10, "results per query")
     _number(parser, "--bits", None, "use only the first bits of every code (default: all)")
-    text = "take the cheapest --probes and --refine that found this share of the true neighbours, 0 to 1, when measured"
+    text = "choose the cheapest --probes and --refine that reached this recall, 0 to 1, when they were measured"
     parser.add_argument("--recall", type=float, metavar="float", help=text)
-    text = "look at so many inverted lists (default: a sixteenth of them, at least 16; all of them with --keep)"
+    text = "inverted lists to look at (default: a sixteenth of them, at least 16; all of them with --keep)"
     _number(parser, "--probes", None, text)
-    text = "score so many of the best by codes again by the vectors of the index, or of --vectors (default: none)"
+    text = "candidates, the best by their codes, to score again by the vectors that the index keeps, or by --vectors "
+    text += "(default: none)"
     _number(parser, "--refine", None, text)
     text = "numbers [N, D] for --refine: row i is the vector of id i (default: the vectors that the index keeps)"
     parser.add_argument("--vectors", metavar="FILE.npy", help=text)
     parser.add_argument("--keep", metavar="FILE.npy", help="only these ids: integers [n], or flags by id")
     parser.add_argument("--out", metavar="FILE.npz", help="write arrays `ids` and `scores` instead of printing them")
+    _force(parser, "replace an existing file of --out")
 
 
 def _add(add: Any) -> None:
@@ -402,6 +415,8 @@ def _setting(group: Any, field: dataclasses.Field[Any], kind: Any) -> None:
         keywords["action"] = argparse.BooleanOptionalAction
     elif name == "data":
         keywords |= {"nargs": "+", "metavar": "PATH"}
+    elif name in PATHS:
+        keywords["metavar"] = "PATH"
     elif name == "epochs":
         keywords |= {"nargs": 3, "type": int, "metavar": "int"}
     else:
@@ -451,15 +466,15 @@ _HELP = {
     "ablation": "the row of the paper's ablation table",
     "metric": "metric that items are ranked by",
     "test_size": "height and width of images after training, in pixels",
-    "stage_one": "folder of stage 1, which runs share: the network and its features, on which stages 2 and 3 train",
+    "stage_one": "folder for the result of stage 1, which runs can share; stages 2 and 3 then train on its features",
     "epochs": "epochs of each stage: features alone, one level of codes, all levels",
     "batch": "items in a batch, over all processes",
     "rate": "learning rate of the new layers",
     "backbone_rate": "learning rate of the backbone",
-    "schedule": "course of the learning rates, which fall to 0 (cosine) or stay",
+    "schedule": "whether the learning rates fall to 0 (cosine) or stay (constant)",
     "weight_decay": "weight decay of Adam",
     "margin": "margin of the triplet loss",
-    "mining": "which negatives the triplets of a batch have",
+    "mining": "how the negatives of triplets are chosen in a batch",
     "semantic": "weight of the adaptive margin loss l_s",
     "triplet": "weight of the triplet loss l_t",
     "quantization": "weight of the loss of the quantizer",
@@ -469,18 +484,19 @@ _HELP = {
     "crop": "least fraction of the area that random crops have",
     "colour": "how much brightness, contrast and saturation change, at most",
     "hole": "side of the grey square that half of the images get, relative to the image",
-    "average": "decay per step of the running average of weights that is kept; 0 keeps the last weights",
+    "average": "decay per step, below 1, of a running average that replaces the weights at the end; 0 for none",
     "amp": "compute the network in bfloat16",
     "workers": "processes that read images; 0 reads them in this process",
     "checkpoint_seconds": "seconds between two checkpoints",
     "seed": "seed of split and training",
 }
+_PROTOCOL = PROTOCOLS[Settings.protocol]
 _DEFAULTS = {
     "root": "the folder of the first list",
     "words": "all classes are equally far apart",
-    "train": "the protocol's",
-    "query": "the protocol's",
-    "codewords": "the protocol's",
-    "metric": "ip, l2 for unsupervised",
+    "train": f"the protocol's, {_PROTOCOL.train} per class for {Settings.protocol}",
+    "query": f"the protocol's, {_PROTOCOL.query} per class for {Settings.protocol}",
+    "codewords": "the protocol's, 256 or 4096; cifar10-1 has several, so choose one",
+    "metric": "ip, or l2 for unsupervised",
     "test_size": "--size",
 }

@@ -294,6 +294,10 @@ class Run:
             settings, training = Settings.of_run(config)
         except (KeyError, TypeError) as error:
             raise FileError(f"run: {self.config} does not describe a training ({error}).") from error
+        for path in settings.data:
+            if not Path(path).exists():
+                what = f"{path}, on which {self.folder} was trained, does not exist"
+                raise FileNotFoundError(f"run: {what}; if it has moved, make a link there.")
         return Experiment(settings, training)
 
     def replace_model(self, layer: RecurrentQuantizer, config: dict[str, Any]) -> None:

@@ -30,9 +30,8 @@ class VectorFiles:
             checks.fail("vectors", "paths", "at least one .npy file", "none")
         for file in self.files[1:]:
             if file.dim != self.files[0].dim:
-                raise FileError(
-                    f"vectors: {file.path} has {file.dim} dimensions and {self.files[0].path} has {self.files[0].dim}."
-                )
+                expected = f"of {self.files[0].dim} dimensions, as {self.files[0].path} is"
+                checks.fail("vectors", "vectors", expected, f"{file.dim} in {file.path}", error=FileError)
         self.dim = self.files[0].dim
         self.ends = np.cumsum([file.rows for file in self.files])
 

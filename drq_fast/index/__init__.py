@@ -138,9 +138,7 @@ class Index(Storage):
             raise RuntimeError('tune: the index has codes only; make it with vectors="float16".')
         checks.finite("tune", "query", values)
         if len(values) < _ENOUGH:
-            warnings.warn(
-                f"tune: queries say little about others if they are few; give at least {_ENOUGH}.", stacklevel=2
-            )
+            warnings.warn(f"tune: a recall of few queries is not reliable; give at least {_ENOUGH}.", stacklevel=2)
         self._tuning = tuning.by_queries(self, values, self._readable().living(), k)
 
     @property

@@ -71,9 +71,8 @@ class Tuning(NamedTuple):
                     return setting
         usable = [each.recall for each in self.settings if each.refine is not None or k == self.k]
         if not usable:
-            checks.fail(
-                "search", "k", f"{self.k} where a recall is asked for, as codes alone were measured for that", k
-            )
+            why = "as codes alone were measured with this k only"
+            checks.fail("search", "k", f"{self.k} where a recall is asked for, {why}", k)
         how = " by codes alone (an index that keeps vectors finds more)" if by_codes else ""
         checks.fail("search", "recall", f"at most {max(usable):.4f}, the highest that was measured{how}", recall)
 

@@ -224,6 +224,9 @@ def _features(file: Path, labels: Source | np.ndarray | None) -> FeatureArray:
         raise FileError(
             f"datasets: labels of {file} must be class numbers [N] or flags [N, C] of 0 and 1, got a number."
         )
+    if labels is not None and x.ndim == 2 and len(label) != len(x):
+        expected = f"of {len(x)} items, as {file} has"
+        checks.fail("datasets", "labels", expected, len(label), error=FileError)
     if x.ndim != 2 or len(label) != len(x):
         raise FileError(f"datasets: {file} must hold x [N, D] and N labels, got {list(x.shape)} and {len(label)}.")
     if x.size == 0 or x.dtype.kind not in "fiu":
@@ -279,8 +282,9 @@ def read_words(path: Source | None, classes: Sequence[str]) -> Tensor:
     else:
         matrix = _matrix(file) if _is_matrix(file) else _named_rows(file, classes)
     if matrix.dtype.kind not in "fiu" or matrix.ndim != 2 or len(matrix) != len(classes):
-        got = f"{list(matrix.shape)} of {matrix.dtype}"
-        raise FileError(f"datasets: {file} must have {len(classes)} rows of numbers, one per class, got {got}.")
+        expected = f"{len(classes)} rows of numbers, one per class"
+        got = f"{list(matrix.shape)} of {matrix.dtype} in {file}"
+        checks.fail("datasets", "words", expected, got, error=FileError)
     words = torch.from_numpy(matrix.astype(np.float32))
     if not bool(torch.isfinite(words).all()) or not bool(words.any(dim=1).all()):
         raise FileError(f"datasets: {file} has a row that is 0 or not finite.")
@@ -303,7 +307,8 @@ def _named_rows(file: Path, classes: Sequence[str]) -> np.ndarray:
                     raise FileError(f"datasets: {file} has a line of {word!r} that is not numbers.") from None
     missing = sorted(wanted - found.keys())
     if missing:
-        raise FileError(f"datasets: {file} has no vector for {missing[0]!r}.")
+        got = f"none of {missing[0]!r} in {file}"
+        checks.fail("datasets", "words", "vectors of all words in the names of the classes", got, error=FileError)
     widths = sorted({len(vector) for vector in found.values()})
     if len(widths) > 1:
         raise FileError(f"datasets: {file} has vectors of {widths[0]} and of {widths[1]} numbers.")

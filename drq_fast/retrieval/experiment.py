@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import os
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,13 @@ class Experiment:
         return model
 
     def check(self) -> None:
-        """Makes the network, which raises an error if its settings are wrong."""
+        """Raises an error if an image is missing, or if the settings of the network are wrong."""
+        first = Path(self.settings.data[0])
+        listed = not (first.is_dir() or self.settings.of_features)
+        hint = f"; paths in lists are relative to {self.settings.root or first.parent} (--root)" if listed else ""
+        for path in getattr(self.items, "paths", ()):
+            if not os.path.exists(path):
+                raise FileNotFoundError(f"train: the image {path} is missing{hint}.")
         self._model(None, self.settings.codewords or 2, self.settings.levels)
 
     @functools.cached_property

@@ -156,7 +156,7 @@ OF_IMAGES = (
 )
 
 
-_PATHS = ("labels", "root", "classes", "words", "stage_one")
+PATHS = ("labels", "root", "classes", "words", "stage_one")
 
 # Since 0.1.0, with values that change nothing.
 NEW_SETTINGS: dict[str, Any] = {"classes": None, "stage_one": None, "test_size": None}
@@ -205,7 +205,7 @@ class Settings:
         if not isinstance(data, (list, tuple)) or not data or not all(isinstance(path, (str, Path)) for path in data):
             checks.fail(op, "data", "the name of a folder or a file, or of several files", repr(data))
         object.__setattr__(self, "data", tuple(str(path) for path in data))  # a list from JSON becomes a tuple
-        for name in (*_PATHS, "backbone"):
+        for name in (*PATHS, "backbone"):
             value = getattr(self, name)
             if not isinstance(value, (str, Path)) and (value is not None or name == "backbone"):
                 checks.fail(op, name, "the name of a file", repr(value))
@@ -230,7 +230,7 @@ class Settings:
 
     def resolved(self) -> Settings:
         """The same settings with absolute paths, which stay valid in any working directory."""
-        names = {name: getattr(self, name) for name in _PATHS}
+        names = {name: getattr(self, name) for name in PATHS}
         if self.backbone != "efficientnet-lite0":
             names["backbone"] = self.backbone
         paths: dict[str, Any] = {name: str(Path(path).resolve()) for name, path in names.items() if path}

@@ -51,7 +51,7 @@ class Batch {
         sampled(Ceilings<Code, kLanes>::sampled(all.k, count)),
         ceilings(all.k, count),
         transposed(job.T * kLanes),
-        lines((job.M * job.K + (bins != nullptr ? 256 : 0)) * kLanes),
+        lines((job.M * spacing() + (bins != nullptr ? 256 : 0)) * kLanes),
         terms(job.M * job.K) {
     for (int bin = 0; bin < 256 && bins != nullptr; ++bin) {
       norms_low[bin] = norm_term(job.metric, bins->low[bin]);
@@ -84,7 +84,11 @@ class Batch {
   }
 
  private:
+  using Line = Bytes<kLanes>;
+
   bool is_active(int64_t lane) const { return active >> lane & 1; }
+
+  int64_t spacing() const { return kSpacing ? kSpacing : job.K; }
 
   void forget() {
     rejected = {};
@@ -162,14 +166,14 @@ class Batch {
       for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
         const Floats term = signs * (scale * Floats::load(entries + k * kLanes + lane));
         const Floats count = (term - Floats::load(low + lane)) * Floats::load(inverse + lane);
-        count.store_bytes(lines.data + (m * job.K + k) * kLanes + lane);
+        count.store_bytes(lines.data + (m * spacing() + k) * kLanes + lane);
       }
   }
 
   // The lower bound of B in a bin is at one of its edges. In float32 it is off by a few 2^-24 of itself, which is a
   // small part of the slack where |B| is at most L + S (see bound.h), and of a step where B is less.
   void build_norms() {
-    uint8_t* line = lines.data + job.M * job.K * kLanes;
+    uint8_t* line = lines.data + job.M * spacing() * kLanes;
     for (int bin = 0; bin < 256; ++bin, line += kLanes)
       for (int64_t lane = 0; lane < kLanes; lane += kWidth) {
         const Floats by = Floats::load(factor + lane);
@@ -189,15 +193,23 @@ class Batch {
   // the compiler knows that nothing changes during a scan.
   template <bool kNorms>
   auto summing() const {
-    const uint8_t *const table = lines.data, *const norms = table + job.M * job.K * kLanes;
+    const uint8_t *const table = lines.data, *const norms = table + job.M * spacing() * kLanes;
     const uint8_t* const bin = kNorms ? bins->bins : nullptr;
-    return [table, norms, bin, level = job.K * kLanes](const Code* code, int64_t n, int64_t levels) {
+    return [table, norms, bin, spacing = spacing()](const Code* code, int64_t n, int64_t levels) {
+      const int64_t level = (kSpacing ? kSpacing : spacing) * kLanes;
       const auto at = [](size_t entry) { return entry * kLanes; };
       Line sum = Line::load(table + at(code[0]));
       if (kNorms) sum = add_saturated(sum, Line::load(norms + at(bin[n])));
       for (int64_t m = 1; m < levels; ++m) sum = add_saturated(sum, Line::load(table + m * level + at(code[m])));
       return sum;
     };
+  }
+
+  // The sum of all levels of a code, given that of the first `few`.
+  Line completed(Line sum, const Code* code, int64_t few) const {
+    for (int64_t m = few; m < job.M; ++m)
+      sum = add_saturated(sum, Line::load(lines.data + (m * spacing() + code[m]) * kLanes));
+    return sum;
   }
 
   void scan(int64_t at, int64_t end) {
@@ -211,54 +223,77 @@ class Batch {
   void scan(int64_t at, int64_t end) {
     const auto sum_of = summing<kNorms>();
     const Line limit = Line::load(threshold);
-    double least = job.M;  // table lines per code: of the first round, and of the second for groups with any code left
+    const auto M = static_cast<double>(job.M);
+    double least = M;  // table lines per code, and what costs as much time
     int64_t chosen = job.M;
-    for (const int64_t levels : {2, 3, 4, 6}) {
+    for (const int levels : {2, 3, 4, 6, 8, 12, 16, 24}) {
+      if (levels >= job.M) break;
       constexpr int64_t kTried = 256;
-      int64_t left = 0;
-      for (int64_t i = 0; i < kTried && levels < job.M; ++i) {
+      int64_t tried_left = 0;
+      for (int64_t i = 0; i < kTried; ++i) {
         const int64_t n = at + (end - at) * i / kTried;
-        left += any_less(sum_of(row_of<Code>(job, n), n, levels), limit);
+        tried_left += any_less(sum_of(row_of<Code>(job, n), n, levels), limit);
       }
-      const double groups = 1 - std::pow(1 - static_cast<double>(left) / kTried, kGroup);
-      const double cost = levels + 14 * groups;
+      const double left = static_cast<double>(tried_left) / kTried;
+      const double second = levels <= kFew ? (M + 10) * (1 - std::pow(1 - left, kGroup)) : (M - levels + 2) * left;
+      const double cost = levels + second;
       if (cost < least) least = cost, chosen = levels;
     }
-    if (chosen == 2) return scan<2, kNorms>(at, end);
-    if (chosen == 3) return scan<3, kNorms>(at, end);
-    if (chosen == 4) return scan<4, kNorms>(at, end);
-    if (chosen == 6) return scan<6, kNorms>(at, end);
-    scan<0, kNorms>(at, end);
+    scan_by<kNorms, 2, 3, 4, 6, 8, 12, 16, 24, 32>(chosen, at, end);
   }
 
-  // Scans blocks of codes in three rounds, without branches that are hard to predict. The first finds the groups of
-  // kGroup codes that no query can drop by their first levels (kLevels, or all if 0), the second the codes in them that
-  // are left by all levels, and the third notes these codes.
+  // scan<kLevels> for the number of levels that is in the list, else scan<0>.
+  template <bool kNorms, int kFirst, int... kOthers>
+  void scan_by(int64_t levels, int64_t at, int64_t end) {
+    if (levels == kFirst) return scan<kFirst, kNorms>(at, end);
+    if constexpr (sizeof...(kOthers) > 0)
+      scan_by<kNorms, kOthers...>(levels, at, end);
+    else
+      scan<0, kNorms>(at, end);
+  }
+
+  // Scans blocks of codes in three rounds, without branches that are hard to predict. The first finds the codes that
+  // some query cannot drop by their first levels (kLevels, or all if 0), the second those of them that are left by all
+  // levels, and the third notes these codes. With few levels, testing every code would take longer than summing its
+  // levels, so the first round tests kGroup codes at once, and the second sums their levels again.
   template <int kLevels, bool kNorms>
   void scan(int64_t at, int64_t end) {
-    const int64_t M = job.M, few = kLevels ? kLevels : M, stride = job.stride;
+    constexpr bool kGrouped = 0 < kLevels && kLevels <= kFew;
+    const int64_t few = kLevels ? kLevels : job.M, stride = job.stride;
     const auto sum_of = summing<kNorms>();
-    for (int64_t first = at; first < end; first += kGroup * kGroups) {
+    for (int64_t first = at; first < end; first += kBlock) {
       const Line limit = Line::load(threshold);
       const Code* const codes = row_of<Code>(job, first);
-      const int64_t count = std::min(kGroup * kGroups, end - first), whole = count / kGroup * kGroup;
-      int32_t groups[kGroups + 1], places[kGroup * kGroups];
-      uint64_t lanes[kGroup * kGroups];
-      int64_t noted = 0, found = 0;
-      for (int64_t n = 0; n < whole; n += kGroup) {
-        Line sums[kGroup];
-        for (int64_t i = 0; i < kGroup; ++i) sums[i] = sum_of(codes + (n + i) * stride, first + n + i, few);
-        groups[noted] = static_cast<int32_t>(n);
-        noted += any_less(min(min(sums[0], sums[1]), min(sums[2], sums[3])), limit);
-      }
-      if (whole < count) groups[noted++] = static_cast<int32_t>(whole);
-      for (int64_t g = 0; g < noted; ++g)
-        for (int64_t n = groups[g]; n < std::min(groups[g] + kGroup, count); ++n) {
-          if (unwanted(codes + n * stride, first + n)) continue;
-          places[found] = static_cast<int32_t>(n);
-          lanes[found] = less(sum_of(codes + n * stride, first + n, M), limit);
-          found += lanes[found] != 0;
+      const int64_t count = std::min(kBlock, end - first);
+      int32_t places[kBlock + kGroup];
+      Line sums[kGrouped ? 1 : kBlock + 1];
+      uint64_t lanes[kBlock + 1];
+      int64_t n = 0, left = 0, found = 0;
+      if constexpr (kGrouped) {
+        for (; n + kGroup <= count; n += kGroup) {
+          Line group[kGroup];
+          for (int64_t i = 0; i < kGroup; ++i) {
+            group[i] = sum_of(codes + (n + i) * stride, first + n + i, few);
+            places[left + i] = static_cast<int32_t>(n + i);
+          }
+          left += any_less(min(min(group[0], group[1]), min(group[2], group[3])), limit) ? kGroup : 0;
         }
+        for (; n < count; ++n) places[left++] = static_cast<int32_t>(n);
+      } else {
+        for (; n < count; ++n) {
+          sums[left] = sum_of(codes + n * stride, first + n, few);
+          places[left] = static_cast<int32_t>(n);
+          left += any_less(sums[left], limit);
+        }
+      }
+      for (int64_t i = 0; i < left; ++i) {
+        const Code* code = codes + places[i] * stride;
+        if (unwanted(code, first + places[i])) continue;
+        const Line sum = kGrouped ? sum_of(code, first + places[i], job.M) : completed(sums[i], code, few);
+        lanes[found] = less(sum, limit);
+        places[found] = places[i];
+        found += lanes[found] != 0;
+      }
       for (int64_t i = 0; i < found; ++i) look_closely(first + places[i], lanes[i]);
     }
   }
@@ -300,8 +335,10 @@ class Batch {
     if (mine.full && inverse[lane] > 0) tighten(lane);
   }
 
-  using Line = Bytes<kLanes>;
-  static constexpr int64_t kPending = 32, kGroup = 4, kGroups = 64;
+  static constexpr int64_t kPending = 32, kBlock = 256, kGroup = 4, kFew = 4;
+  // Entries from one level to the next in `lines`, known to the compiler for codes of one byte, and not a multiple of
+  // the 64 lines after which addresses compete for the same place in the first cache. 0: K entries.
+  static constexpr int64_t kSpacing = sizeof(Code) == 1 ? 272 : 0;
   Search job;  // of the queries at hand
   const Bins* bins;
   int64_t queries = 0, sampled;
@@ -309,7 +346,7 @@ class Batch {
   Reservoir* best = nullptr;
   Ceilings<Code, kLanes> ceilings;
   Buffer<float> transposed;  // [K, kLanes]
-  Buffer<uint8_t> lines;     // [M, K, kLanes], then [256, kLanes] for norms
+  Buffer<uint8_t> lines;     // [M, spacing, kLanes], then [256, kLanes] for norms
   Buffer<float> terms;       // [M, K]
   Rejected<Code> rejected;
   Bound bound[kLanes];
