@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from drq_fast.kernels import beam, distortion, distortion_tiled, encode, squared
+from drq_fast.kernels import beam, distortion, distortion_tiled, encode, joint, squared
 from drq_fast.kernels.decode import decode_kernel
 from drq_fast.kernels.encode import encode_kernel
 from drq_fast.kernels.totals import scatter_kernel
@@ -59,7 +59,7 @@ def squared_job(kernel: object, dtype: str = "*fp32", odd: tuple[str, ...] = ())
 
 def joint_job(precision: str = "tf32x3", lines: int = 1 << 20, **flags: bool) -> Job:
     flags = {"BY_CODEWORDS": False, "KEEP": False} | flags
-    return Job(distortion.joint_kernel, distortion.joint_settings(256, precision, lines) | flags, {})
+    return Job(joint.joint_kernel, joint.settings(256, precision, lines) | flags, {})
 
 
 PLAIN = {"num_warps": 4, "enable_fp_fusion": False}

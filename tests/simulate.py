@@ -22,7 +22,7 @@ from triton.runtime.jit import JITFunction
 from drq_fast import functional
 from drq_fast.backends import torch as definition
 from drq_fast.backends.types import Parameters
-from drq_fast.kernels import beam, distortion, encode, quantize, squared
+from drq_fast.kernels import beam, distortion, encode, joint, quantize, squared
 
 compiled: dict[str, set[str]] = {}
 races: dict[str, int] = {}
@@ -124,11 +124,11 @@ def training_error(N: int, K: int, precision: str, D: int = 21) -> float:
 
 def training_error_of_many_lines(N: int, D: int) -> float:
     """The same with the large tiles of joint_kernel; D 16: the squared norm of Delta C."""
-    before, distortion._MANY_LINES = distortion._MANY_LINES, 1
+    before, joint._MANY_LINES = joint._MANY_LINES, 1
     try:
         return training_error(N, 100, FAST, D)
     finally:
-        distortion._MANY_LINES = before
+        joint._MANY_LINES = before
 
 
 def squared_error(N: int) -> float:
