@@ -27,6 +27,9 @@ TESTED = (
     "decode",
     "adc",
     "cuda_search",
+    "cuda_lists",
+    "precision",
+    "gpus",
 )
 
 

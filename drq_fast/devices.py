@@ -57,6 +57,11 @@ def moved(parts: Iterable[Tensor], device: torch.device, dtype: torch.dtype) -> 
         yield tile
 
 
+def captures(device: torch.device) -> bool:
+    """Whether the current stream of a GPU is being captured in a CUDA graph."""
+    return device.type == "cuda" and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
+
+
 def finish(device: torch.device) -> None:
     """Waits until the current stream of a GPU has done its work: other streams may read the results from now on."""
     if device.type == "cuda":

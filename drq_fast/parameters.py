@@ -98,11 +98,21 @@ class LayerParameters(nn.Module):
         return plain and torch._C._current_graph_task_id() == -1
 
     def _move(self) -> None:
-        """Adds what the last batch changed. Makes new tensors, because graphs of earlier batches may hold the old."""
+        """Adds what the last batch changed."""
         for name in _AVERAGES:
             value, change = getattr(self, name), getattr(self, f"_{name}_change")
             if value is not None:
-                setattr(self, name, value + change)
+                self._replace(name, value + change)
+
+    def _replace(self, name: str, value: Tensor) -> None:
+        """Makes `value` a buffer: a new one, because graphs of earlier batches may hold the old.
+
+        In place while a CUDA graph is captured, so that each replay goes on from the one before.
+        """
+        if devices.captures(value.device):
+            getattr(self, name).copy_(value)
+        else:
+            setattr(self, name, value)
 
     @torch.no_grad()
     def _follow(self, x: Tensor, codes: Tensor, residuals: Tensor, codec: Parameters, weights: Tensor) -> None:
@@ -125,13 +135,13 @@ class LayerParameters(nn.Module):
             changes["free_scale"] = nn.functional.pad(change.scale, (0, self.levels - L)).index_select(0, places)
         for name, value in changes.items():
             if value is not None:
-                setattr(self, f"_{name}_change", value.to(self.codebook.dtype))
+                self._replace(f"_{name}_change", value.to(self.codebook.dtype))
         most = torch.finfo(self._mass.dtype).max
         mass, gain = (each.clamp_max(most).to(self._mass.dtype) for each in change.averages)
         if others:
             mass, gain = torch.cat([mass, self._mass[rows:]]), torch.cat([gain, self._gain[rows:]])
-        self._mass, self._gain = mass, gain
-        self._batches = self._batches + 1
+        for name, value in {"_mass": mass, "_gain": gain, "_batches": self._batches + 1}.items():
+            self._replace(name, value)
 
     def forget(self) -> None:
         """Starts the averages anew: call it after setting codewords by hand."""

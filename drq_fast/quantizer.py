@@ -169,7 +169,8 @@ class RecurrentQuantizer(LayerParameters, Pretrained):
             errors, chosen = functional.squared_errors(
                 flat, *codec.tensors()[:2], offset=self.offset, codebooks=codec.sizes, commitment=weight
             )
-            squares = torch.sub(errors, errors.detach(), alpha=weight / (1 + weight))
+            if self.update == "ema":
+                squares = torch.sub(errors, errors.detach(), alpha=weight / (1 + weight))
             if self.pull:  # the codec has no gradient
                 errors = squares.detach() + self.commitment * squares
             loss = objective.squared(batch, errors, omega, reduction)

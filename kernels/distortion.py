@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .distortion_tiled import gradients_tiled, levels_tiled
+from .joint import times_gram
 from .levels import (
     MAX_ON_CHIP,
     MAX_SCORES,
@@ -27,56 +28,6 @@ from .totals import Gradients, Totals
 
 NOISE = 2.0**-36  # relative to ||x||^2; a smaller squared distance is rounding error, and its gradient is 0
 _ROWS = 16  # vectors per program
-_MANY_LINES = 1 << 14  # from which on large tiles of Delta G fill a GPU
-
-
-@triton.jit(do_not_specialize=["LINES"])
-def joint_kernel(
-    deltas,
-    factor,
-    soft,
-    joint,
-    products,
-    LINES,
-    W,
-    BY_CODEWORDS: tl.constexpr,
-    KEEP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    ROWS: tl.constexpr,
-    KP: tl.constexpr,
-    TILE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Math:     J = <Delta G, Delta> of LINES rows Delta, all pairs of a vector and a level, added to soft as well; the
-              factor [KP, W] is G. BY_CODEWORDS: J = ||Delta C||^2, and the factor is C. KEEP: Delta G, without J
-    Tiling:   one program owns ROWS lines, and loops over TILE of the W columns of the factor
-    Memory:   reads deltas [LINES, KP] W / TILE times, all but once from L2, and once more for <Delta G, Delta>; the
-              factor once (from L2); writes J, or products [LINES, KP]
-    Numerics: float32
-    """
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    n = tl.arange(0, ROWS)  # [ROWS], from the first of this program
-    live = n < LINES - first
-    deltas, soft, joint, products = deltas + first * KP, soft + first, joint + first, products + first * KP
-    inner = tl.zeros((ROWS,), dtype=tl.float32)
-    for column in range(0, W, TILE):
-        k = column + tl.arange(0, TILE)  # [TILE]
-        product = tl.zeros((ROWS, TILE), dtype=tl.float32)
-        for start in range(0, KP, COLUMNS):
-            i = start + tl.arange(0, COLUMNS)
-            piece = tl.load(deltas + n[:, None] * KP + i[None, :], mask=live[:, None], other=0.0)  # [ROWS, COLUMNS]
-            block = tl.load(factor + i[:, None] * W + k[None, :], mask=(k < W)[None, :], other=0.0)  # [COLUMNS, TILE]
-            product = tl.dot(piece, block, acc=product, input_precision=PRECISION)
-        here = n[:, None] * KP + k[None, :]
-        if KEEP:
-            tl.store(products + here, product, mask=live[:, None])
-        elif BY_CODEWORDS:
-            inner += tl.sum(product * product, axis=1)
-        else:
-            inner += tl.sum(product * tl.load(deltas + here, mask=live[:, None], other=0.0), axis=1)
-    if not KEEP:
-        tl.store(joint + n, inner, mask=live)
-        tl.store(soft + n, tl.load(soft + n, mask=live, other=0.0) + inner, mask=live)
 
 
 @triton.jit
@@ -324,7 +275,7 @@ def distortion(h: Tensor, codec: Scored, scores: Tensor, gamma: Tensor, precisio
     compute = run_levels if codec.P <= MAX_ON_CHIP else levels_tiled
     width = codec.P * (len(codec.scale) if codec.P <= MAX_ON_CHIP else 1)
     found = [compute(h[r], codec, scores[r], norms[r], gamma, precision)[0] for r in parts(len(h), width)]
-    return Levels(*(torch.cat(columns) for columns in zip(*found, strict=True)))
+    return Levels(*(joined(columns) for columns in zip(*found, strict=True)))
 
 
 def distortion_backward(
@@ -369,7 +320,7 @@ def run_levels(
     outputs = delta, delta, torch.empty_like(scores)  # t_{m+1} is not written
     _launch_levels(h, codec, scores, norms, gamma, outputs, levels, precision, {"AGAIN": False, "EVERY": errors})
     if errors:
-        _times_gram(delta, codec, levels, delta, precision, keep=False)
+        times_gram(delta, codec, levels, delta, precision, keep=False)
     return levels, delta
 
 
@@ -393,7 +344,7 @@ def gradients(
     flags = {"AGAIN": True, "EVERY": errors}
     _launch_levels(h, codec, scores, norms, gamma, (deltas, left, moved), levels, precision, flags)
     if errors:
-        _times_gram(deltas, codec, levels, moved, precision, keep=True)
+        times_gram(deltas, codec, levels, moved, precision, keep=True)
     programs = triton.cdiv(N, _ROWS)
     ddiagonal, dscale = h.new_empty(programs, P), h.new_empty(programs, M)
     distortion_backward_kernel[(programs,)](
@@ -456,31 +407,22 @@ def _launch_levels(
         h.shape[1],
         len(codec.scale),
         **flags,
-        **settings(codec.P, precision),
+        **settings(codec.P, precision, flags["AGAIN"]),
     )
 
 
-def _times_gram(deltas: Tensor, codec: Scored, levels: Levels, products: Tensor, precision: str, *, keep: bool) -> None:
-    """Adds J to the soft errors and writes it to the joint ones, or keeps Delta G [lines, P] in `products`."""
-    lines, D = levels.codes.numel(), codec.codebook.shape[1]
-    by_codewords = not keep and D % 16 == 0 and 2 * D <= codec.P  # half of the products, and of the traffic, or less
-    factor = codec.codebook if by_codewords else codec.gram
-    tiling = joint_settings(codec.P, precision, lines) | {"BY_CODEWORDS": by_codewords, "KEEP": keep}
-    grid = (triton.cdiv(lines, tiling["ROWS"]),)
-    joint_kernel[grid](deltas, factor, levels.soft, levels.joint, products, lines, factor.shape[1], **tiling)
+def settings(P: int, precision: str, again: bool = False) -> dict[str, Any]:
+    """Compile-time settings of distortion_kernel for P codewords: 16 scores a thread; 8 with AGAIN, which would spill.
 
-
-def joint_settings(P: int, precision: str, lines: int) -> dict[str, Any]:
-    """Compile-time settings of joint_kernel: as many lines a program as fit, because each program reads its factor."""
-    many = lines >= _MANY_LINES and precision != "ieee"
-    tiling = {"ROWS": 128 if many else 32, "KP": P, "TILE": min(64, P), "COLUMNS": 16}
-    compiler = {"num_warps": 16 if many else 4, "num_stages": 3, "maxnreg": 128, "enable_fp_fusion": False}
-    return {"PRECISION": precision, **tiling, **compiler}
-
-
-def settings(P: int, precision: str) -> dict[str, Any]:
-    """Compile-time settings of distortion_kernel for P codewords; TILE and COLUMNS are those of recomputed scores."""
-    return {"PRECISION": precision, "TILE": min(32, P), "COLUMNS": 16, **backward_settings(P)}
+    TILE and COLUMNS are those of recomputed scores.
+    """
+    tiling = {"PRECISION": precision, "ROWS": _ROWS, "KP": P, "TILE": min(32, P), "COLUMNS": 16}
+    return tiling | {
+        "num_warps": max(4, P // (16 if again else 32)),
+        "num_stages": 2,
+        "maxnreg": 128,
+        "enable_fp_fusion": False,
+    }
 
 
 def backward_settings(P: int) -> dict[str, Any]:
@@ -495,7 +437,11 @@ def parts(N: int, width: int) -> Iterator[slice]:
     return (slice(first, min(first + step, N)) for first in range(0, max(N, 1), step))
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """The parts one after the other, not copied if there is one only."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
 def _half_over_root(squared: Tensor, noise: Tensor) -> Tensor:
     """The derivative of the square root; 0 where `squared` is only rounding error."""
-    some = squared > noise
-    return torch.where(some, 0.5 * torch.where(some, squared, 1).rsqrt(), 0)
+    return 0.5 * torch.where(squared > noise, squared, torch.inf).rsqrt()

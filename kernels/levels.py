@@ -124,8 +124,8 @@ class Scored:
 
     def __init__(self, codebook: Tensor, scale: Tensor, P: int) -> None:
         self.K, self.P = len(codebook), P
-        missing = P - self.K
-        self.codebook = torch.nn.functional.pad(codebook.float(), (0, 0, 0, missing)).contiguous()
+        missing, wide = P - self.K, codebook.float()
+        self.codebook = torch.nn.functional.pad(wide, (0, 0, 0, missing)) if missing else wide.contiguous()
         self.scale = scale.float().contiguous()
         self.gram = gram(self.codebook)
         self.diagonal = self.gram.diagonal().contiguous()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .distortion import NOISE, gradients, parts, run_levels
+from .distortion import NOISE, gradients, joined, parts, run_levels
 from .distortion_tiled import gradients_tiled, levels_tiled
 from .levels import MAX_ON_CHIP, Levels, Scored
 from .totals import Gradients, Totals
@@ -27,7 +27,7 @@ def choose(h: Tensor, codec: Scored, scores: Tensor, gamma: Tensor, precision: s
     compute = run_levels if codec.P <= MAX_ON_CHIP else levels_tiled
     found = [compute(h[r], codec, scores[r], norms[r], gamma, precision, errors=False) for r in parts(len(h), codec.P)]
     columns = zip(*((levels.codes, levels.residuals, delta) for levels, delta in found), strict=True)
-    return Choices(*(torch.cat(column) for column in columns))
+    return Choices(*(joined(column) for column in columns))
 
 
 def approximations(codec: Scored, choices: Choices) -> tuple[Tensor, Tensor]:

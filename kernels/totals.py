@@ -86,7 +86,7 @@ class Totals:
     def add(self, rows: slice, found: LevelGradients) -> None:
         """Adds the gradients of some rows, except for kappa Delta^T Delta."""
         part = self.h[rows]
-        self.dgram[: self.codec.K] += scatter(found.moved, found.codes, self.codec.K)
+        self.dgram[: self.codec.K].add_(scatter(found.moved, found.codes, self.codec.K))
         self.dgram.diagonal().add_(found.ddiagonal.sum(dim=0))
         self.dscale += found.dscale.sum(dim=0, dtype=torch.float64)
         torch.addmm(2 * found.dnorms[:, None] * part, found.dscores, self.codec.codebook, out=self.dx[rows])

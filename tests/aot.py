@@ -1,5 +1,5 @@
 """Compiles Triton kernels ahead of time for GPUs that are not here: `python aot.py 80,90` prints a JSON line each, and
-`python aot.py 90 --table` the table of docs/gpu.md.
+`python aot.py 90 --table` the table of docs/gpu.md. `python aot.py 90 joint num_warps=8` tries other settings.
 
 A program of its own, because kernels imported under TRITON_INTERPRET=1 cannot be compiled.
 """
@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
-from drq_fast.kernels import beam, distortion, distortion_tiled, encode, squared
+from drq_fast.kernels import beam, distortion, distortion_tiled, encode, joint, squared
 from drq_fast.kernels.decode import decode_kernel
 from drq_fast.kernels.encode import encode_kernel
 from drq_fast.kernels.totals import scatter_kernel
@@ -59,7 +59,7 @@ def squared_job(kernel: object, dtype: str = "*fp32", odd: tuple[str, ...] = ())
 
 def joint_job(precision: str = "tf32x3", lines: int = 1 << 20, **flags: bool) -> Job:
     flags = {"BY_CODEWORDS": False, "KEEP": False} | flags
-    return Job(distortion.joint_kernel, distortion.joint_settings(256, precision, lines) | flags, {})
+    return Job(joint.joint_kernel, joint.settings(256, precision, lines) | flags, {})
 
 
 PLAIN = {"num_warps": 4, "enable_fp_fusion": False}
@@ -87,7 +87,7 @@ JOBS = {
     "beam_select small": Job(beam.beam_select_kernel, beam.select_settings(4 * 128) | {"P": 128}, INT),
     "distortion": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | ERRORS, {}),
     "distortion exact": Job(distortion.distortion_kernel, distortion.settings(256, EXACT) | ERRORS, {}),
-    "distortion again": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | AGAIN, {}),
+    "distortion again": Job(distortion.distortion_kernel, distortion.settings(256, FAST, again=True) | AGAIN, {}),
     "quantize": Job(distortion.distortion_kernel, distortion.settings(256, FAST) | CHOICES, {}),
     "quantize_backward": Job(
         distortion.distortion_backward_kernel, distortion.backward_settings(256) | NOISE | {"ERRORS": False}, {}
@@ -111,9 +111,10 @@ JOBS = {
 }
 
 
-def compile_kernel(name: str, arch: int) -> dict[str, int | str]:
+def compile_kernel(name: str, arch: int, **changes: int) -> dict[str, int | str]:
     """Registers a thread, bytes spilled and bytes of shared memory a block, as ptxas and triton report them."""
     kernel, settings, types, odd = JOBS[name]
+    settings = settings | changes
     constants = {argument: settings[argument] for argument in kernel.arg_names if argument in settings}
     options = {option: value for option, value in settings.items() if option.islower()}
     arguments = [argument for argument in kernel.arg_names if argument not in constants]
@@ -169,6 +170,8 @@ if __name__ == "__main__":
     if "--table" in sys.argv:
         print(occupancy(int(sys.argv[1])))
         sys.exit()
+    given = sys.argv[2:]
+    changes = {name: int(value) for name, _, value in (each.partition("=") for each in given if each not in JOBS)}
     for arch in map(int, sys.argv[1].split(",")):
-        for name in sys.argv[2:] or JOBS:
-            print(json.dumps(compile_kernel(name, arch)), flush=True)
+        for name in [each for each in given if each in JOBS] or JOBS:
+            print(json.dumps(compile_kernel(name, arch, **changes)), flush=True)

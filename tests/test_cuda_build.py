@@ -26,12 +26,13 @@ REGISTERS = {
     "select_kernel": 64,
     "merge_kernel": 64,
     "sort_kernel": 64,
-    "emit_kernel": 40,
+    "emit_kernel": 64,
     "digit_kernel": 32,
     "transpose_kernel": 32,
     "exchange_kernel": 32,
 }
 THREE_BLOCKS = re.compile("queue_kernelI[ht]Lb0ELb0ELb1E")  # instead of four: with lists, and a table in the L2 cache
+SPILLED = {("queue_kernel", "120"): 20}  # bytes a thread, at most; three blocks instead of four would cost more
 
 
 @pytest.mark.parametrize("source", ["adc.cu", "search.cu"])
@@ -54,8 +55,26 @@ def test_registers_and_spills(tmp_path, source):
     entries = set(re.findall(r"__global__ .*?(\w+_kernel)\(", "".join(f.read_text() for f in csrc_of(source))))
     assert {kernel_of(name) for name, *_ in used} == entries
     for name, arch, spilled, registers in used:
-        assert int(spilled) == 0, (name, arch)
+        assert int(spilled) <= SPILLED.get((kernel_of(name), arch), 0), (name, arch)
         assert int(registers) <= (80 if THREE_BLOCKS.search(name) else REGISTERS[kernel_of(name)]), (name, arch)
+
+    release = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    if source == "search.cu" and "release 13.0" in release:
+        table = (ROOT / "docs/gpu_search.md").read_text().split("## Registers")[1].split("## ")[0]
+        documented = [line for line in table.splitlines() if line.startswith("| `")]
+        assert sorted(documented) == sorted(rows_of(used))
+
+
+def rows_of(used: list[tuple[str, str, str, str]]) -> list[str]:
+    """The rows of docs/gpu_search.md: the most registers of the instances of each kernel, by architecture."""
+    most: dict[str, dict[int, int]] = {}
+    for name, arch, _, registers in used:
+        flags = re.search(r"kernelI[ht]Lb[01]ELb([01])ELb([01])E", name)
+        label = f"`{kernel_of(name)}`" + (", lists" if flags and flags[2] == "1" else "")
+        label += ", table in the L2 cache" if THREE_BLOCKS.search(name) else ""
+        found = most.setdefault(label, {})
+        found[int(arch)] = max(found.get(int(arch), 0), int(registers))
+    return [f"| {label} | {' | '.join(str(found[arch]) for arch in sorted(found))} |" for label, found in most.items()]
 
 
 def csrc_of(source: str) -> list[Path]:

@@ -325,6 +325,19 @@ def test_wavefronts_of_tables_that_are_not_copied(simulator):
     assert 4 * lookups <= batch["ld global 4", "parts"] < 4 * lookups + 512 + 200
 
 
+DOCUMENTED = re.findall(
+    r"\| (\d+) \| (\d+) \| (\d+) \| [^|]* \| (\d+) / (\d+) = ", (ROOT / "docs/gpu_search.md").read_text()
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", DOCUMENTED, ids=" ".join)
+def test_counts_of_the_documentation(simulator, row):
+    Q, K, M, wavefronts, reads = map(int, row)
+    counts = counted(simulator, Case(Q, 2048 if Q == 32 else 16384, K, M, 10), "queue_kernel")
+    assert (counts["ld shared 4", "parts"], counts["ld shared 4", "requests"]) == (wavefronts, reads)
+
+
 def test_rounds_of_queries_and_slices_of_codes(in_rounds):
     for case in (Case(70, 700, 8, 2, 5), Case(5, 900, 8, 2, 5, metric="cosine"), Case(40, 400, 8, 2, 270)):
         assert_right(case, *simulate(in_rounds, case, racecheck=True))
@@ -391,3 +404,13 @@ def test_without_a_barrier_the_simulator_complains(host, ptxsim_folder, barrier)
         return bool(simulator.warnings)
 
     assert any(complains(case, seed) for seed in range(10) for case in SMALL)
+
+
+def test_instructions_of_one_query(host, ptxsim_folder):
+    """Of a thread, for each code, in slices as long as those of a million codes: see docs/gpu_search.md."""
+    simulator = Simulator(host, ptxsim_folder, "long_slices", {"kMinSliceRows = 2048": "kMinSliceRows = 4096"})
+    case = Case(1, 4 * 4096, 256, 4, 10)
+    assert_right(case, *simulate(simulator, case))
+    scan, merge = (stats.thread_ins for *_, stats, _ in simulator.host.log)
+    assert scan / case.N <= 160
+    assert merge / 1e6 <= 1

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from drq_fast import RecurrentQuantizer, ema, functional
+from drq_fast import RecurrentQuantizer, devices, ema, functional
 from drq_fast.backends import native, plain_torch
 from drq_fast.backends.native import extension
 from drq_fast.backends.types import Parameters
@@ -304,3 +304,27 @@ def test_triton_sums_agree_with_the_definition(codec):
         found = triton.codeword_sums(x, codes, parameters, weights)
         for a, b in zip(found, plain_torch.codeword_sums(x, codes, parameters, weights), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": "per_level"}, {"codebooks": 3}], ids=str)
+@pytest.mark.parametrize("levels", [None, 2])
+def test_while_a_cuda_graph_is_captured_averages_stay_in_place(monkeypatch, options, levels):
+    """So that each replay, which repeats the operations on the same memory, goes on from the one before."""
+    layer = started(**options)
+    captured = copy.deepcopy(layer)
+    places = {name: buffer.data_ptr() for name, buffer in captured.named_buffers()}
+
+    def run(layer: RecurrentQuantizer, seed: int) -> list[Tensor]:
+        x = data(50, seed).requires_grad_()
+        out = layer(x, levels=levels)
+        (out.loss + out.quantized.square().sum()).backward()
+        return [out.quantized, out.loss, x.grad, *layer.state_dict().values()]
+
+    for seed in range(3):
+        with monkeypatch.context() as patch:
+            patch.setattr(devices, "captures", lambda _: True)
+            found = run(captured, seed)
+        for a, b in zip(found, run(layer, seed), strict=True):
+            assert torch.equal(a, b)
+    assert places == {name: buffer.data_ptr() for name, buffer in captured.named_buffers()}
+    assert captured._batches == 3

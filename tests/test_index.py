@@ -58,17 +58,6 @@ def test_search_is_functional_search(metric, offset, levels):
     assert torch.equal(scores, expected.scores)
 
 
-def test_blocks_of_queries_change_nothing(monkeypatch):
-    index = Index(LAYER)
-    index.add(X)
-    whole = index.search(X[:50], k=7)
-    monkeypatch.setattr(index_module.searched, "_QUERIES", 9)
-    monkeypatch.setattr(index_module.searched, "_WORK", 1)
-    parts = index.search(X[:50], k=7)
-    assert torch.equal(whole.ids, parts.ids)
-    torch.testing.assert_close(whole.scores, parts.scores)
-
-
 def test_answers_in_kind():
     index = Index(LAYER)
     assert isinstance(index.add(X.numpy()), np.ndarray)

@@ -78,7 +78,8 @@ class Products(TorchDispatchMode):
 
 
 def training(codec, backend):
-    leaves = [t.clone().requires_grad_() for t in codec(N=6)]
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    leaves = [t.clone().to(device).requires_grad_() for t in codec(N=6)]
     options = {"gamma": 1.5, "offset": leaves[3], "backend": backend}
     values = [*functional.distortion(*leaves[:3], **options)[:3], *functional.quantize(*leaves[:3], **options)[:2]]
     with torch.no_grad():

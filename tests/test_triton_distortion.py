@@ -42,9 +42,9 @@ def test_errors_and_gradients(codec, N, D, K, M):
 
 @pytest.mark.parametrize("D", [16, 33])
 def test_large_tiles_of_many_lines(codec, monkeypatch, D):
-    from drq_fast.kernels import distortion
+    from drq_fast.kernels import joint
 
-    monkeypatch.setattr(distortion, "_MANY_LINES", 1)
+    monkeypatch.setattr(joint, "_MANY_LINES", 1)
     assert_agrees(codec(N=37, D=D, K=50, M=4), gamma=1.5)
 
 

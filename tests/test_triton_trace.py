@@ -146,10 +146,10 @@ def test_a_step_of_the_layer_never_involves_the_host(trace, options, batch):
 @pytest.mark.parametrize(
     ("most", "options"),
     [
-        (25, {"update": "gradient", "scale": "per_level"}),
-        (31, {"update": "gradient"}),
-        (101, {"loss": "paper"}),
-        (207, {}),
+        (24, {"update": "gradient", "scale": "per_level"}),
+        (30, {"update": "gradient"}),
+        (89, {"loss": "paper"}),
+        (206, {}),
     ],
 )
 def test_a_step_of_the_layer_takes_few_operations(trace, most, options):

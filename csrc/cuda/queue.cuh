@@ -8,6 +8,7 @@ namespace {
 
 constexpr int64_t kMaxFused = 256;   // k up to which each block keeps its k best
 constexpr int64_t kSortKeys = 1024;  // sorted at a time in shared memory
+constexpr int kRankKeys = 128;       // up to which each key is compared with all others
 
 // Threads that sort together: a warp, or the block.
 template <bool kWarpAlone>
@@ -44,6 +45,15 @@ __device__ void sort_keys(Key* keys, int n, int64_t base, int64_t from, int64_t 
     }
   }
   Group::sync();  // all keys are in order
+}
+
+// How many of `count` distinct keys are smaller: the place of a key among them. For few keys this takes fewer
+// instructions than a network, and no barriers.
+__device__ inline int rank_of(Key key, const Key* keys, int count) {
+  int place = 0;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) place += keys[i] < key;
+  return place;
 }
 
 // The best keys so far of each of the block's queries, `capacity` of them at most, in no order.
@@ -112,13 +122,22 @@ struct Queues {
       Key* queue = keys + static_cast<int64_t>(q) * capacity;
 #pragma unroll 1  // registers are for the scan
       for (int i = Group::thread(); i < capacity; i += Group::count()) sorted[i] = i < there ? queue[i] : kNone;
-      sort_keys<Group>(sorted, capacity, 0, 2, capacity);
-#pragma unroll 1
-      for (int i = Group::thread(); i < k; i += Group::count()) {
-        queue[i] = sorted[i];
-        if (i == k - 1) bound[q] = sorted[i];
+      const bool few = capacity <= kRankKeys;
+      if (few) {
+        Group::sync();  // the keys are copied
+      } else {
+        sort_keys<Group>(sorted, capacity, 0, 2, capacity);
       }
+#pragma unroll 1
+      for (int i = Group::thread(); i < there; i += Group::count()) {
+        const int place = few ? rank_of(sorted[i], sorted, there) : i;
+        if (place < k) queue[place] = sorted[i];
+        if (place == k - 1) bound[q] = sorted[i];
+      }
+#pragma unroll 1
+      for (int i = there + Group::thread(); i < k; i += Group::count()) queue[i] = kNone;
       if (Group::thread() == 0) count[q] = min(there, k);
+      Group::sync();  // the keys have been compared
     }
     __syncthreads();  // all queues are cut
     limit = bound[mine];

@@ -147,7 +147,12 @@ __device__ void stage_table(const Plan& plan, const Lane& lane, float* staged) {
   } else {
     const float* from = plan.job.table + lane.query * plan.job.T;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < entries; i += kThreads) staged[i] = from[i >> plan.spread];
+    for (int i = threadIdx.x; plan.spread && i < entries / 4; i += kThreads) {
+      const float entry = from[i >> (plan.spread - 2)];
+      reinterpret_cast<float4*>(staged)[i] = {entry, entry, entry, entry};
+    }
+#pragma unroll 1
+    for (int i = threadIdx.x; !plan.spread && i < entries; i += kThreads) staged[i] = from[i];
   }
 }
 

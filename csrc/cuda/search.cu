@@ -8,6 +8,7 @@ namespace {
 constexpr int64_t kBatchFrom = 16;        // queries from which 32 of them share a block
 constexpr int64_t kBlocks = 1024;         // of a round; a constant, so that any GPU needs the same workspace
 constexpr int64_t kMinSliceRows = 2048;   // of a slice; fewer are not worth a block
+constexpr int64_t kFewBlocks = 256;       // two for each multiprocessor; from there on slices have twice as many rows
 constexpr int64_t kRoundBytes = 1 << 28;  // of workspace; queries that need more are searched in several rounds
 constexpr int64_t kMaxShared = 96 * 1024;
 constexpr int64_t kStaticShared = 1024;    // upper bound of the static shared memory of the scans
@@ -77,6 +78,7 @@ struct Layout {
     if (groups > kBlocks) groups = kBlocks;
     round = groups * width;
     slices = (rows + kMinSliceRows - 1) / kMinSliceRows;
+    if (slices > kFewBlocks) slices = slices / 2 < kFewBlocks ? kFewBlocks : slices / 2;
     if (slices > kBlocks / groups) slices = kBlocks / groups;
     if (slices < 1) slices = 1;
     slice_rows = up((rows + slices - 1) / slices, 16);

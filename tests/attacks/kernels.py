@@ -155,29 +155,39 @@ Truth = Callable[[Parameters, Tensor, Tensor], list[Tensor]]
 
 
 def compare(case: Case, run: Run, truth: Truth, dice: random.Random) -> None:
-    """Errors of Triton's values and gradients are at most three times those of the native code."""
-    errors = {}
+    """Errors of Triton's values and gradients are at most three times those of the native code.
+
+    Native errors of a few numbers may be small by chance. Where one gradient upstream says so, 16 of them decide.
+    """
     seed = dice.getrandbits(32)
+    if too_large(case, run, truth, [seed]) and (found := too_large(case, run, truth, list(range(seed, seed + 16)))):
+        require(False, f"{run.__qualname__}: {found}: {case}")
+
+
+def too_large(case: Case, run: Run, truth: Truth, seeds: list[int]) -> str | None:
+    """What is off by more, if anything is, in root mean square over gradients upstream of these seeds."""
+    errors: dict[str, list[float]] = {}
     for backend, device in (("triton", DEVICE), ("native", "cpu")):
         leaves = [t.detach().to(device).requires_grad_() for t in case.given]
         values, codes = run(codec_of(leaves), leaves[0], backend)
-        gradients = torch.autograd.grad(values, leaves, upstream_of(values, seed))
         require_best(case, codes.cpu())
         wide = [t.detach().double().requires_grad_() for t in case.given]
         true_values = truth(codec_of(wide), wide[0], codes.cpu())
-        true_gradients = torch.autograd.grad(true_values, wide, upstream_of(true_values, seed))
-        found = [v.detach().cpu().double() for v in (*values, *gradients)]
-        true = [v.detach() for v in (*true_values, *true_gradients)]
-        require(all(bool(v.isfinite().all()) for v in found), f"not finite by {backend}: {case}")
-        errors[backend] = [float((a - b).norm()) for a, b in zip(found, true, strict=True)]
-        sizes = [float(b.norm()) for b in true]
-    names = [f"value {i}" for i in range(len(sizes) - len(case.given))] + [f"gradient of {name}" for name in NAMES]
+        squares, sizes = [0.0] * len(values + leaves), [0.0] * len(values + leaves)
+        for seed in seeds:
+            gradients = torch.autograd.grad(values, leaves, upstream_of(values, seed), retain_graph=True)
+            true_gradients = torch.autograd.grad(true_values, wide, upstream_of(true_values, seed), retain_graph=True)
+            found = [v.detach().cpu().double() for v in (*values, *gradients)]
+            true = [v.detach() for v in (*true_values, *true_gradients)]
+            require(all(bool(v.isfinite().all()) for v in found), f"not finite by {backend}: {case}")
+            squares = [old + float((a - b).norm()) ** 2 for old, a, b in zip(squares, found, true, strict=True)]
+            sizes = [old + float(b.norm()) ** 2 for old, b in zip(sizes, true, strict=True)]
+        errors[backend] = [math.sqrt(square) for square in squares]
+    names = [f"value {i}" for i in range(len(values))] + [f"gradient of {name}" for name in NAMES]
     for name, ours, native, size in zip(names, errors["triton"], errors["native"], sizes, strict=False):
-        limit = 3 * native + FEW * size
-        require(
-            ours <= limit,
-            f"{run.__qualname__}: {name} is off by {ours:.3g}, native by {native:.3g}, of {size:.3g}: {case}",
-        )
+        if ours > 3 * native + FEW * math.sqrt(size):
+            return f"{name} is off by {ours:.3g}, native by {native:.3g}, of {math.sqrt(size):.3g}"
+    return None
 
 
 def codec_of(leaves: list[Tensor]) -> Parameters:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ... import modes
+from ... import devices, modes
 from ..types import CodewordSums, Distortion, Loss, Parameters, Quantized, SquaredErrors
 
 _MAX_SCORES = 1 << 22  # numbers that encoding holds at a time
@@ -96,7 +96,8 @@ def hard_loss(found: SquaredErrors, weight: float, omega: Tensor | None) -> Loss
 def loss_of(errors: Distortion, weights: tuple[float, float, float], omega: Tensor | None, joint: str) -> Loss:
     """The loss, given the errors after each level."""
     N, M = errors.hard.shape
-    omega = errors.hard.new_ones(M) if omega is None else omega.to(errors.hard)
+    hard = errors.hard
+    omega = devices.tensor_of((1.0,) * M, hard.dtype, hard.device) if omega is None else omega.to(hard)
     e_hard, e_soft = errors.hard @ omega, errors.soft @ omega
     e_joint = (e_hard - e_soft).abs() if joint == "gap" else errors.joint[:, -1]
     total = weights[0] * e_hard + weights[1] * e_soft + weights[2] * e_joint
