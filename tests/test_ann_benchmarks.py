@@ -144,12 +144,14 @@ def test_the_runner_of_the_project(tmp_path, batch):
     shutil.copytree(ADAPTER, tmp_path / "ann_benchmarks/algorithms/drq_fast", dirs_exist_ok=True)
     write_dataset(tmp_path / "data/tiny.hdf5", "euclidean")
     code = f"""
+from dataclasses import replace
 from ann_benchmarks.definitions import get_definitions
 from ann_benchmarks.runner import run
-(first, *_) = [d for d in get_definitions("ann_benchmarks/algorithms", 16, "float", "euclidean", {COUNT})
-               if d.algorithm == "drq_fast"]
+(first, *_) = [d for d in get_definitions(
+    dimension=16, point_type="float", distance_metric="euclidean", count={COUNT}
+) if d.algorithm == "drq_fast"]
 groups = first.query_argument_groups
-run(first._replace(query_argument_groups=[groups[0], groups[-1]]), "tiny", {COUNT}, 1, {batch})
+run(replace(first, query_argument_groups=[groups[0], groups[-1]]), "tiny", {COUNT}, 1, {batch})
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
