@@ -41,17 +41,46 @@ def job(codec):
     return x, codes, codebook, scale, torch.tensor([0.5, 0.1, 2.0, 1.0], dtype=F64)
 
 
-def test_refit_is_the_minimum_for_given_codes(job):
+@pytest.mark.parametrize("factor", [0.0, 3.0])
+def test_refit_is_the_minimum_for_given_codes(job, factor):
     x, codes, codebook, scale, omega = job
+    penalty = factor * torch.linspace(1, 2, 9, dtype=F64)
+    penalty[7] = 0
     statistics = refit.collect(x, codes, Parameters(codebook, scale, None), x.square().sum())
     for _ in range(8):  # the ridge keeps each refit a little short of the minimum
         codec = Parameters(codebook, scale, None)
-        codebook_before, codebook = codebook, refit.codebook_of(statistics, Blocks([]), codec, omega)
+        codebook_before, codebook = codebook, refit.codebook_of(statistics, Blocks([]), codec, omega, penalty)
         assert torch.equal(codebook[7], codebook_before[7])
     codebook = codebook.clone().requires_grad_()
-    cost = weighted_error(x, codes, codebook, scale, omega)
+    cost = weighted_error(x, codes, codebook, scale, omega) + (penalty[:, None] * codebook.square()).sum()
     (gradient,) = torch.autograd.grad(cost, codebook)
     assert gradient.norm() < 1e-6 * cost
+
+
+def test_penalty_by_hand():
+    """Two codebooks of two codewords, of which the last is not used: mean costs over mean squared norms."""
+    codebook, codes = torch.tensor([[1.0], [3.0], [0.0], [2.0]]), torch.tensor([[0, 0], [1, 0]])
+    codec, x = Parameters(codebook, torch.ones(2), None, (0, 1)), torch.tensor([[2.0], [5.0]])
+    statistics = refit.collect(x, codes, codec, x.square().sum())
+    first, second = 0.5 * (1 + 4) / 2, (1 + 4) / 2
+    expected = torch.tensor([(first + second) / 5, (first + second) / 5, second / 2, 0])
+    torch.testing.assert_close(refit.penalty_of(statistics, codec, torch.tensor([0.5, 1])), expected)
+    zero = Parameters(torch.zeros(4, 1), torch.ones(2), None, (0, 1))
+    assert not refit.penalty_of(refit.collect(x, codes, zero, x.square().sum()), zero, torch.ones(2)).any()
+
+
+@pytest.mark.parametrize("codebooks", [1, 3])
+def test_the_penalty_lowers_the_error_of_other_vectors(monkeypatch, codebooks):
+    x = torch.randn(4000, 24, generator=torch.Generator().manual_seed(0)) * torch.linspace(2, 0.3, 24)
+
+    def error():
+        layer = RecurrentQuantizer(24, 64, 3, codebooks=codebooks)
+        layer.fit(x[:500], rounds=20, seed=0)
+        return float((x[1000:] - layer.decode(layer.encode(x[1000:], beam=8))).square().sum())
+
+    penalised, penalty_of = error(), refit.penalty_of
+    monkeypatch.setattr(refit, "penalty_of", lambda *given: 0 * penalty_of(*given))
+    assert penalised < 0.99 * error()
 
 
 @pytest.mark.parametrize("dense", [9, 8])
