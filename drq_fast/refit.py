@@ -122,15 +122,17 @@ def penalty_of(statistics: Statistics, codec: Parameters, omega: Tensor) -> Tens
     """[T]: factors of the squared norms of the codewords that `codebook_of` adds to the cost; 0 for unused ones.
 
     Ridge regression with the usual factor, noise / signal. The noise is the mean cost of a vector, of the prefixes in
-    which a level takes part; the signal is the mean squared norm of the codewords of its group. Without the penalty a
-    fit follows the noise of few vectors.
+    which a level takes part; the signal is the mean squared norm of the codewords of its group. The factor is at most
+    half of what the vectors of a codeword weigh, so that small codewords do not vanish.
     """
-    N, levels = statistics.uses.sum() / len(omega), torch.tensor(codec.groups, device=omega.device)
+    N, K, groups = statistics.uses.sum() / len(omega), codec.codewords, range(codec.groups[-1] + 1)
+    levels = torch.tensor(codec.groups, device=omega.device)
     noise = _remaining(omega * statistics.errors(codec.scale).clamp_min(0) / N)
-    signal = codec.codebook.square().sum(dim=1).view(-1, codec.codewords).mean(dim=1)
-    own = torch.stack([noise[levels == group].mean() for group in range(len(signal))])
-    ratio = torch.where(signal > 0, own / signal, 0)
-    return ratio.repeat_interleave(codec.codewords) * (statistics.uses > 0)
+    weight = N / K * codec.scale.square() * _remaining(omega)
+    signal = codec.codebook.square().sum(dim=1).view(-1, K).mean(dim=1)
+    ratio = torch.stack([noise[levels == group].mean() for group in groups]) / signal
+    most = torch.stack([weight[levels == group].sum() for group in groups]) / 2
+    return torch.where(signal > 0, ratio.minimum(most), 0).repeat_interleave(K) * (statistics.uses > 0)
 
 
 def codebook_of(
