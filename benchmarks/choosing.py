@@ -72,6 +72,7 @@ PEERS = [Peer(name, recipe.format(M=M), M) for name, recipe in RECIPES.items() f
 PEERS += [Peer("faiss LSQ", f"LSQ{M}x8", M) for M in (4, 8)]
 PEERS += [Peer("faiss RQ, K=1024", "RQ4x10", 5), Peer("faiss RQ, K=4096", "RQ4x12", 6)]
 SEARCHED = [Peer("faiss RaBitQ", "RaBitQ", -1 / 8), Peer("turbovec", "2", -2 / 8), Peer("turbovec", "4", -4 / 8)]
+RESIDUAL = {peer.bytes: f"{peer.name}, {peer.bytes:g}" for peer in PEERS if peer.name.startswith("faiss RQ")}
 METHODS = {f"{method.name}, {method.bytes:g}": method for method in (*OURS, *OTHERS, *PEERS, *SEARCHED)}
 
 
@@ -149,8 +150,8 @@ def run(data: Data, truth: Truth, method: Ours | Peer) -> Run:
     return (run_turbovec if method.name == "turbovec" else run_faiss)(data, truth, method)
 
 
-def measure(file: str, options: argparse.Namespace, known: dict[str, Any], note: Callable[[], None]) -> None:
-    """Adds what `known`, seed -> method -> run, lacks for a file."""
+def measure(file: str, options: argparse.Namespace, known: dict[str, Any], note: Callable[[str], None]) -> None:
+    """Adds what `known`, seed -> method -> run, lacks for a file; calls note(sizes of the data) after each run."""
     for seed in range(options.seeds):
         runs = known.setdefault(str(seed), {})
         missing = [name for name in METHODS if name not in runs and re.search(options.only, name)]
@@ -168,7 +169,11 @@ def measure(file: str, options: argparse.Namespace, known: dict[str, Any], note:
             ) as error:  # a peer that is absent, or cannot take these sizes
                 runs[name] = {"absent": str(error).strip().splitlines()[-1]}
             print(file, seed, name, json.dumps(runs[name]), file=sys.stderr, flush=True)
-            note()
+            note(sizes_of(data))
+
+
+def sizes_of(data: Data) -> str:
+    return f"{data.x.shape[1]:,} dimensions; fitted to {len(data.x):,} rows, measured on {len(data.held_out):,} others."
 
 
 def data_of(file: str, options: argparse.Namespace, seed: int) -> Data:
@@ -200,17 +205,12 @@ def lengths_of(known: dict[str, Any]) -> Iterator[tuple[float, str]]:
     yield from sorted(found)
 
 
-def table(title: str, known: dict[str, Any]) -> str:
+def table(known: dict[str, Any]) -> str:
     """All codecs at their full lengths; in brackets the least and the most of the seeds."""
-    lines = [
-        f"### {title}",
-        "",
-        "| bytes | codec | error | relative to faiss RQ | recall |",
-        "| --- | --- | --- | --- | --- |",
-    ]
+    lines = ["| bytes | codec | error | relative to faiss RQ | recall |", "| --- | --- | --- | --- | --- |"]
     for length, name in lengths_of(known):
         key = f"{length:g}"
-        errors, peers = figures(known, name, key, "error"), figures(known, f"faiss RQ, {key}", key, "error")
+        errors, peers = figures(known, name, key, "error"), figures(known, RESIDUAL.get(length, ""), key, "error")
         ratio = f"{statistics.mean(errors) / statistics.mean(peers):.3f}" if errors and peers else ""
         recalls = text(figures(known, name, key, "recall"), 3)
         lines.append(f"| {key} | {name.rpartition(',')[0]} | {text(errors)} | {ratio} | {recalls} |")
@@ -251,6 +251,7 @@ def plot(sets: dict[str, Any], footer: str, path: Path) -> None:
         "faiss OPQ": ("C2", "o-"),
         "faiss LSQ": ("C3", "o-"),
     }
+    sets = {title: known for title, known in sets.items() if len({length for length, _ in lengths_of(known)}) > 1}
     canvas, panels = pyplot.subplots(2, len(sets), figsize=(4.2 * len(sets), 6.4), squeeze=False)
     for column, (title, known) in zip(panels.T, sets.items(), strict=True):
         for panel, kind in zip(column, ("error", "recall"), strict=True):
@@ -287,9 +288,9 @@ def publish(file: Path, root: Path) -> None:
         f"{name} {origin['versions'].get(name)}" for name in ("drq_fast", "torch", "faiss-cpu", "turbovec")
     )
     footer = f"{origin['processor']}, {versions}, {origin['date'][:10]}"
+    head = "A short code that is the beginning of a longer one: its error relative to that of a codec fitted for it."
     tables = "\n\n".join(
-        f"{table(title, found)}\n\nA short code that is the beginning of a longer one: its error relative to that of a "
-        f"codec fitted for the short length.\n\n{prefixes(found)}"
+        f"### {title}\n\n{known['sizes'][title]}\n\n{table(found)}\n\n{head}\n\n{prefixes(found)}"
         for title, found in sets.items()
     )
     page.write_text(fill(page.read_text(), "bench", {"choosing": f"{tables}\n\n{footer}."}))
@@ -312,13 +313,19 @@ def main() -> None:
     if options.publish:
         publish(options.json, Path(__file__).parents[1])
         return
-    known = json.loads(options.json.read_text()) if options.json.exists() else {"sets": {}}
+    known = json.loads(options.json.read_text()) if options.json.exists() else {"sizes": {}, "sets": {}}
     known["provenance"] = provenance()
     for given in options.data:
         name, _, file = given.partition("=")
         found = known["sets"].setdefault(name, {})
-        measure(file, options, found, lambda: options.json.write_text(json.dumps(known, indent=1)))
-        print(f"{table(name, found)}\n\n{prefixes(found)}\n", flush=True)
+
+        def note(sizes: str, name: str = name) -> None:
+            if known["sizes"].setdefault(name, sizes) != sizes:
+                parser.error(f"{options.json} has runs of {name} with other sizes: {known['sizes'][name]}")
+            options.json.write_text(json.dumps(known, indent=1))
+
+        measure(file, options, found, note)
+        print(f"{name}\n\n{table(found)}\n\n{prefixes(found)}\n", flush=True)
 
 
 if __name__ == "__main__":

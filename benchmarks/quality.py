@@ -82,7 +82,7 @@ def replaced(data: Data, **names: Any) -> list[Errors]:
 
 
 def without_refit(data: Data) -> list[Errors]:
-    with mock.patch.object(refit, "codebook_of", lambda statistics, codes, codec, omega: codec.codebook):
+    with mock.patch.object(refit, "codebook_of", lambda statistics, codes, codec, *_: codec.codebook):
         return replaced(data, NOISE=0.0)
 
 

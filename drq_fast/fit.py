@@ -157,7 +157,8 @@ def fit(
                 bar.set_postfix(error=f"{best.errors[-1]:.4f}")
             if step < rounds:
                 codec = Parameters(codebook, refit.scale_of(statistics, weights, codec, free_scale), None, groups)
-                refitted, scale = refit.codebook_of(statistics, data, codec, weights), codec.scale
+                penalty = refit.penalty_of(statistics, codec, weights)
+                refitted, scale = refit.codebook_of(statistics, data, codec, weights, penalty), codec.scale
                 codebook = refitted if step == 0 else codebook + _STRIDE * (refitted - codebook)
                 codec = Parameters(codebook, scale, None, groups)
                 codebook = _revived(data, part, statistics.uses == 0, codec, generator)

@@ -118,24 +118,47 @@ def _sums(x: Tensor, column: Tensor, K: int) -> Tensor:
     return sums.index_put_((column,), x, accumulate=True)  # sorts first; index_add_ would not be deterministic on a GPU
 
 
-def codebook_of(statistics: Statistics, data: Calls, codec: Parameters, omega: Tensor) -> Tensor:
+def penalty_of(statistics: Statistics, codec: Parameters, omega: Tensor) -> Tensor:
+    """[T]: factors of the squared norms of the codewords that `codebook_of` adds to the cost; 0 for unused ones.
+
+    Ridge regression with the usual factor, noise / signal. The noise is the mean cost of a vector, of the prefixes in
+    which a level takes part; the signal is the mean squared norm of the codewords of its group. The factor is at most
+    half of what the vectors of a codeword weigh, so that small codewords do not vanish.
+    """
+    N, K, groups = statistics.uses.sum() / len(omega), codec.codewords, range(codec.groups[-1] + 1)
+    levels = torch.tensor(codec.groups, device=omega.device)
+    noise = _remaining(omega * statistics.errors(codec.scale).clamp_min(0) / N)
+    weight = N / K * codec.scale.square() * _remaining(omega)
+    signal = codec.codebook.square().sum(dim=1).view(-1, K).mean(dim=1)
+    ratio = torch.stack([noise[levels == group].mean() for group in groups]) / signal
+    most = torch.stack([weight[levels == group].sum() for group in groups]) / 2
+    return torch.where(signal > 0, ratio.minimum(most), 0).repeat_interleave(K) * (statistics.uses > 0)
+
+
+def codebook_of(
+    statistics: Statistics, data: Calls, codec: Parameters, omega: Tensor, penalty: Tensor | None = None
+) -> Tensor:
     """The codebook [T, D] that minimises sum_m omega[m] ||x - xhat_m||^2 for given codes; keeps unused rows.
+
+    penalty [T]: sum_t penalty[t] ||C[t]||^2 is added to that sum.
 
     Normal equations H C = R with H = sum_m omega_m A_m^T A_m, A_m[n] = sum_{i<=m} scale_i onehot(b_i): a pair of levels
     (i, j) appears in every prefix from max(i, j) on, so counting pairs of codewords gives H. Large systems are solved
     approximately, by a few steps of conjugate gradients from the present codebook.
     """
     codebook, scale, _ = codec.tensors()
+    penalty = codebook.new_zeros(len(codebook)) if penalty is None else penalty
     remaining = _remaining(omega)
     R = torch.zeros_like(codebook)
     for m, own in enumerate(_own_rows(codec)):
         R[own] += scale[m] * remaining[m] * statistics.sums[m]
     if len(codebook) <= _DENSE:
         H = _normal_matrix(statistics, data, codec, remaining)
+        H.diagonal().add_(penalty)
         diagonal, times = H.diagonal(), functools.partial(_product, H)
     else:
-        diagonal = statistics.uses * (scale.square() * remaining).mean()
-        times = functools.partial(data.total, "times", codec, remaining)
+        diagonal = statistics.uses * (scale.square() * remaining).mean() + penalty
+        times = functools.partial(_penalised, functools.partial(data.total, "times", codec, remaining), penalty)
     ridge = _RIDGE * diagonal.mean()
     if len(codebook) <= _DIRECT:
         regular = H + ridge * torch.eye(len(H), dtype=H.dtype, device=H.device)
@@ -147,6 +170,10 @@ def codebook_of(statistics: Statistics, data: Calls, codec: Parameters, omega: T
 
 def _product(H: Tensor, P: Tensor) -> Tensor:
     return product(H, P) if H.device.type == "cpu" else H @ P
+
+
+def _penalised(times: _Times, penalty: Tensor, P: Tensor) -> Tensor:
+    return times(P) + penalty[:, None] * P
 
 
 def _normal_matrix(statistics: Statistics, data: Calls, codec: Parameters, remaining: Tensor) -> Tensor:

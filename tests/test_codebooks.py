@@ -223,16 +223,19 @@ def test_the_refit_minimises_the_error_for_given_codes(dense, direct, monkeypatc
     codec = Parameters(codebook, scale, None, groups)
     block = fit.Block(x)
     block.codes = codes = functional.encode_checked(x, codec, 1, None)
+    penalty = torch.linspace(0, 2, 32, dtype=torch.float64)
 
     def cost(words):
         decoded = [
             functional.decode_checked(codes[:, : m + 1], Parameters(words, scale, None, groups)) for m in range(6)
         ]
-        return sum(w * (x - each).square().sum() for w, each in zip(omega, decoded, strict=True))
+        errors = sum(w * (x - each).square().sum() for w, each in zip(omega, decoded, strict=True))
+        return errors + (penalty[:, None] * words.square()).sum()
 
     for _ in range(4):  # the ridge keeps each refit a little short of the minimum
         statistics = refit.collect(x, codes, codec, x.square().sum())
-        codec = Parameters(refit.codebook_of(statistics, Blocks([block]), codec, omega), scale, None, groups)
+        words = refit.codebook_of(statistics, Blocks([block]), codec, omega, penalty)
+        codec = Parameters(words, scale, None, groups)
     words = codec.codebook.clone().requires_grad_()
     total = cost(words)
     (gradient,) = torch.autograd.grad(total, words)

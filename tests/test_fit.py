@@ -41,17 +41,45 @@ def job(codec):
     return x, codes, codebook, scale, torch.tensor([0.5, 0.1, 2.0, 1.0], dtype=F64)
 
 
-def test_refit_is_the_minimum_for_given_codes(job):
+@pytest.mark.parametrize("factor", [0.0, 3.0])
+def test_refit_is_the_minimum_for_given_codes(job, factor):
     x, codes, codebook, scale, omega = job
+    penalty = factor * torch.linspace(1, 2, 9, dtype=F64)
+    penalty[7] = 0
     statistics = refit.collect(x, codes, Parameters(codebook, scale, None), x.square().sum())
     for _ in range(8):  # the ridge keeps each refit a little short of the minimum
         codec = Parameters(codebook, scale, None)
-        codebook_before, codebook = codebook, refit.codebook_of(statistics, Blocks([]), codec, omega)
+        codebook_before, codebook = codebook, refit.codebook_of(statistics, Blocks([]), codec, omega, penalty)
         assert torch.equal(codebook[7], codebook_before[7])
     codebook = codebook.clone().requires_grad_()
-    cost = weighted_error(x, codes, codebook, scale, omega)
+    cost = weighted_error(x, codes, codebook, scale, omega) + (penalty[:, None] * codebook.square()).sum()
     (gradient,) = torch.autograd.grad(cost, codebook)
     assert gradient.norm() < 1e-6 * cost
+
+
+def test_penalty_by_hand():
+    """Two codebooks of two codewords: noise / signal for the first, half a weight for the second, 0 where unused."""
+    codebook, codes = torch.tensor([[2.0], [4.0], [0.0], [1.0]]), torch.tensor([[0, 0], [1, 0]])
+    codec, x, omega = Parameters(codebook, torch.ones(2), None, (0, 1)), torch.tensor([[2.0], [5.0]]), [0.5, 1]
+    statistics = refit.collect(x, codes, codec, x.square().sum())  # mean squared errors 0.5 and 0.5
+    expected = torch.tensor([(0.25 + 0.5) / 10, (0.25 + 0.5) / 10, 0.5, 0])
+    torch.testing.assert_close(refit.penalty_of(statistics, codec, torch.tensor(omega)), expected)
+    zero = Parameters(torch.zeros(4, 1), torch.ones(2), None, (0, 1))
+    assert not refit.penalty_of(refit.collect(x, codes, zero, x.square().sum()), zero, torch.ones(2)).any()
+
+
+@pytest.mark.parametrize("codebooks", [1, 3])
+def test_the_penalty_lowers_the_error_of_other_vectors(monkeypatch, codebooks):
+    x = torch.randn(2500, 24, generator=torch.Generator().manual_seed(0))  # all noise: small signals must not vanish
+
+    def error():
+        layer = RecurrentQuantizer(24, 64, 3, codebooks=codebooks)
+        layer.fit(x[:500], rounds=15, seed=0)
+        return float((x[500:] - layer.decode(layer.encode(x[500:], beam=8))).square().sum())
+
+    penalised, penalty_of = error(), refit.penalty_of
+    monkeypatch.setattr(refit, "penalty_of", lambda *given: 0 * penalty_of(*given))
+    assert penalised < 0.99 * error()
 
 
 @pytest.mark.parametrize("dense", [9, 8])
