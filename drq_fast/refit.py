@@ -20,6 +20,7 @@ _DIRECT = 1024  # rows of the codebook up to which the normal equations are solv
 _DENSE = 8192  # rows up to which their matrix is formed
 _STEPS = 8  # of conjugate gradients
 _COLUMNS = 32  # dimensions that a thread solves for at a time
+_PENALISED = 4  # levels that get the full penalty: with more, it is amplified by codes that adapt to it
 _RIDGE = 1e-4  # relative to the mean of the diagonal
 
 _Times: TypeAlias = Callable[[Tensor], Tensor]  # multiplies [T, d] by the matrix of the normal equations
@@ -121,14 +122,15 @@ def _sums(x: Tensor, column: Tensor, K: int) -> Tensor:
 def penalty_of(statistics: Statistics, codec: Parameters, omega: Tensor) -> Tensor:
     """[T]: factors of the squared norms of the codewords that `codebook_of` adds to the cost; 0 for unused ones.
 
-    Ridge regression with the usual factor, noise / signal. The noise is the mean cost of a vector, of the prefixes in
-    which a level takes part; the signal is the mean squared norm of the codewords of its group. The factor is at most
-    half of what the vectors of a codeword weigh, so that small codewords do not vanish.
+    Ridge regression with the usual factor, noise / signal, less for more than 4 levels: the noise is the mean error of
+    the full length, with the weights of the lengths in which a level takes part; the signal is the mean squared norm of
+    the codewords of its group. The factor is at most half of what the vectors of a codeword weigh, so that small
+    codewords do not vanish.
     """
-    N, K, groups = statistics.uses.sum() / len(omega), codec.codewords, range(codec.groups[-1] + 1)
-    levels = torch.tensor(codec.groups, device=omega.device)
-    noise = _remaining(omega * statistics.errors(codec.scale).clamp_min(0) / N)
-    weight = N / K * codec.scale.square() * _remaining(omega)
+    M, K, groups = len(omega), codec.codewords, range(codec.groups[-1] + 1)
+    N, levels, remaining = statistics.uses.sum() / M, torch.tensor(codec.groups, device=omega.device), _remaining(omega)
+    noise = min(1, _PENALISED / M) * remaining * statistics.errors(codec.scale)[-1].clamp_min(0) / N
+    weight = N / K * codec.scale.square() * remaining
     signal = codec.codebook.square().sum(dim=1).view(-1, K).mean(dim=1)
     ratio = torch.stack([noise[levels == group].mean() for group in groups]) / signal
     most = torch.stack([weight[levels == group].sum() for group in groups]) / 2

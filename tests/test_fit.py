@@ -62,7 +62,7 @@ def test_penalty_by_hand():
     codebook, codes = torch.tensor([[2.0], [4.0], [0.0], [1.0]]), torch.tensor([[0, 0], [1, 0]])
     codec, x, omega = Parameters(codebook, torch.ones(2), None, (0, 1)), torch.tensor([[2.0], [5.0]]), [0.5, 1]
     statistics = refit.collect(x, codes, codec, x.square().sum())  # mean squared errors 0.5 and 0.5
-    expected = torch.tensor([(0.25 + 0.5) / 10, (0.25 + 0.5) / 10, 0.5, 0])
+    expected = torch.tensor([1.5 * 0.5 / 10, 1.5 * 0.5 / 10, 0.5, 0])
     torch.testing.assert_close(refit.penalty_of(statistics, codec, torch.tensor(omega)), expected)
     zero = Parameters(torch.zeros(4, 1), torch.ones(2), None, (0, 1))
     assert not refit.penalty_of(refit.collect(x, codes, zero, x.square().sum()), zero, torch.ones(2)).any()
